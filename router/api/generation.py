@@ -1,9 +1,8 @@
-"""`baton.v1.Generation`: checks what comes in, starts a flow per request, and hands out what it
-emits.
+"""`baton.v1.Generation`: validates requests, starts a flow for each, and streams its responses.
 
-Several choices of one request: each is a request of its own to the workers, and all share one
-stream. They begin together and fail together: the first error ends the others. Choice i draws with
-a seed derived from the request's, so that every choice is repeatable alone.
+Each choice of a request is a separate request to the workers, and all choices share one stream.
+They begin together and fail together: the first error ends the others. Choice i samples with a seed
+derived from the request's, so that every choice can be reproduced alone.
 """
 
 import asyncio
@@ -34,15 +33,15 @@ from runtime.security.access import ANYBODY, Caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
-FLUSH_TIMEOUT_S = 5.0  # for each worker: between two steps of its engine
-# 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3,
-# section 6.4).
+FLUSH_TIMEOUT_S = 5.0  # per worker, which flushes between two steps of its engine
+# 2^64 divided by the golden ratio, so that seeds of neighbouring requests do not collide (Knuth,
+# TAOCP 3, section 6.4).
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class RequestKey:
-    """Ids are a client's own: another one's may be the same, and cannot be guessed away."""
+    """Key of a running request. Ids are scoped by client: two clients may use the same one."""
 
     owner: str
     request_id: str
@@ -50,9 +49,12 @@ class RequestKey:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop
-    reading; `priorities` for those that push ahead. `salts_by_client`: clients share cached prompts
-    with themselves alone."""
+    """Limits of requests.
+
+    `max_request_s` applies to clients that set no deadline, `client_stall_s` to clients that stop
+    reading, `priorities` bounds requested priorities. With `salts_by_client` a client shares cached
+    prompts only with itself.
+    """
 
     max_request_s: float
     client_stall_s: float
@@ -77,14 +79,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._limits = limits
         self._clock = clock
         self.counts = RequestCounts()
-        self._running: dict[RequestKey, tuple[RequestFlow, ...]] = {}  # a flow per choice
+        self._running: dict[RequestKey, tuple[RequestFlow, ...]] = {}  # a flow for each choice
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         timeline = Timeline(self._clock, self._services.metrics)
-        # The router's own, where the client chose none: refused requests are looked up in the log,
-        # too.
+        # The router chooses an id if the client did not: rejected requests are looked up in the
+        # log, too.
         request_id = request.request_id or uuid.uuid4().hex
         rebind(request_id=request_id)
         caller = self._caller_of(context)
@@ -105,14 +107,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         key = self._register(checked, outputs, responses, timeline, context, caller)
         flows = self._running[key]
         task = asyncio.create_task(flows[0].run() if len(flows) == 1 else run_together(flows))
-        # By callback, because this handler may be cancelled at any await, more than once.
+        # In a callback, because this handler may be cancelled at any await, and more than once.
         task.add_done_callback(lambda ended: self._ended(key, responses, ended))
         try:
             async for response in responses:
                 yield response
             await task
         finally:
-            # A client that left is an abort; the workers' streams are closed when the task is over.
+            # A client that left aborts its request; the workers' streams close when the task ends.
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -159,16 +161,16 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     @property
     def default_sampling(self) -> Mapping[str, float]:
-        """What the model's files state of how its tokens are drawn, by field."""
+        """Return the sampling defaults in the model's files, by field."""
         return self._model.facts.sampling
 
     @property
     def num_active(self) -> int:
-        """Choices under way, those held back included."""
+        """Return the number of active choices, queued ones included."""
         return sum(len(flows) for flows in self._running.values())
 
     def problem(self) -> str:
-        """Why no request could be served now, for clients; empty if one could."""
+        """Return why no request could be served now, in a form for clients; empty if one could."""
         return self._services.directory.refusal()
 
     async def GetClusterStatus(
@@ -207,16 +209,19 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         context: Context,
         caller: Caller,
     ) -> RequestKey:
-        """Make a flow per choice; returns what they run under."""
+        """Create and register a flow for each choice; return their key.
+
+        Raises:
+            DuplicateRequestError: a request with this key is running.
+        """
         engine = checked.engine
         note(request_id=engine.request_id, prompt_tokens=len(engine.prompt_token_ids))
         key = RequestKey(caller.identity, engine.request_id)
         if key in self._running:
             raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
         self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))
-        remaining_s = cast(
-            "float | None", context.time_remaining()
-        )  # None without a deadline; typed as a float
+        # None without a deadline, although it is typed as a float.
+        remaining_s = cast("float | None", context.time_remaining())
         limit_s = self._limits.max_request_s
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
         self.counts.accepted += 1
@@ -239,8 +244,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return key
 
     async def _output(self, checked: AdmissibleRequest, index: int) -> Output:
-        """Of choice `index`, with what its client has. Raises InvalidRequestError for what it
-        cannot have."""
+        """Return the output of choice `index`, fed with the tokens that its client has.
+
+        Raises:
+            InvalidRequestError: the client cannot have these tokens.
+        """
         tokeniser = self._model.tokeniser
         detokeniser = None
         if tokeniser is not None and checked.wants_text:
@@ -256,8 +264,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
 
 def client_salt(identity: str, salt: str) -> str:
-    """What stands for a client and the salt it gave: the same at every router, and no salt of
-    another client."""
+    """Return a salt derived from client and given salt: equal at every router, unique to the
+    client.
+    """
     return hashlib.blake2b(f"{len(identity)}:{identity}{salt}".encode(), digest_size=16).hexdigest()
 
 
@@ -274,18 +283,17 @@ async def _flush(worker: Worker) -> generation_pb2.FlushedCache:
 
 
 def draw_seed() -> int:
-    """A seed for a request that brings none."""
+    """Return a seed for a request without one."""
     return secrets.randbits(64)
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`; that of choice 0 is the request's own."""
+    """Return the seed of choice `index`; choice 0 has the request's own."""
     return (seed + index * SEED_STRIDE) % 2**64
 
 
 def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
-    """Choice `index` as a request of its own. The prompt is scored for choice 0 only: it is the
-    same for all."""
+    """Return choice `index` as a separate request. Only choice 0 is scored: the prompt is the same."""
     if index == 0:
         return request
     engine = types_pb2.EngineRequest()
@@ -302,7 +310,7 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
 
 
 async def run_together(flows: Sequence[RequestFlow]) -> None:
-    """Every flow to its end. Raises the first BatonError, when the others have been cancelled."""
+    """Run every flow to its end; raise the first BatonError after the others were cancelled."""
     async with task_group() as group:
         for flow in flows:
             group.create_task(flow.run())

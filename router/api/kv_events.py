@@ -1,14 +1,13 @@
-"""Which blocks of prompts are cached, with their tokens, for gateways that choose between routers:
-the events of `SubscribeKvEvents` in the vLLM engine contract.
+"""Cache events for gateways that choose between routers: cached blocks of prompts with their
+tokens.
 
-Workers report digests of where prompts can go on (`router.workers.prefix_index`). The tokens behind
-them are those of prompts that this router has placed, as far as it remembers: of blocks that only
-other routers' prompts had, or that were forgotten, nothing is published. Nor of salted prompts,
-from which nobody else can go on. A block is published while some worker can go on from it or from
-one behind it.
+Serves `SubscribeKvEvents` of the vLLM engine contract. Workers report only digests of resume points
+(`router.workers.prefix_index`). The tokens come from prompts that this router has placed and still
+remembers. Blocks known only from other routers' prompts, or forgotten, are not published. Salted
+prompts are not published either, because no other client can resume from them. A block is published
+while some worker can resume from it or from a block after it.
 
-Pure. A subscriber first gets everything, as a snapshot, then what changes; one that falls behind
-gets another snapshot.
+Pure. A subscriber first gets a snapshot, then changes; one that falls behind gets another snapshot.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from router.workers.prefix_index import RoutedPrompt
 
-MAX_BLOCKS = 65_536  # remembered, of whatever size
-MAX_EVENTS = 4096  # not sent to a subscriber yet; more are a snapshot
-CHUNK_BLOCKS = 1024  # of a snapshot in one message
+MAX_BLOCKS = 65_536  # remembered, of any size
+MAX_EVENTS = 4096  # pending for one subscriber; more are replaced by a snapshot
+CHUNK_BLOCKS = 1024  # of a snapshot, per message
 
 
 @dataclass(eq=False, slots=True)
 class TokenBlock:
-    """`num_published`: blocks right behind it that are published."""
+    """A block of a prompt. `num_published`: number of published blocks that directly follow it."""
 
     name: bytes
     parent: "TokenBlock | None"
@@ -42,23 +41,23 @@ class TokenBlock:
 
     @property
     def key(self) -> int:
-        """The name, as far as the contract has room for it."""
+        """Return the first 8 bytes of the name, which is the size of a key in the contract."""
         return int.from_bytes(self.name[:8], "little", signed=True)
 
 
 class CacheEvents:
-    """Satisfies `router.workers.prefix_index.IndexListener`. Event loop's thread."""
+    """Publisher of cache events. Implements `IndexListener`; called on the event loop's thread."""
 
     def __init__(self, is_held: Callable[[bytes], bool]) -> None:
-        """`is_held`: whether some worker can go on from the block of this name."""
+        """`is_held` returns whether some worker can resume from the block of this name."""
         self._is_held = is_held
         self._blocks: dict[bytes, TokenBlock] = {}
-        # In the order in which they are dropped, a block after what is behind it.
+        # In eviction order: a block comes after the blocks that follow it in a prompt.
         self._unpublished: OrderedDict[bytes, None] = OrderedDict()
         self._subscriptions: list[Subscription] = []
 
     def placed(self, prompt: RoutedPrompt, page_size: int, compatibility: str) -> None:
-        """A prompt was given to a worker whose blocks have so many tokens."""
+        """Remember the blocks of a placed prompt. Implements `IndexListener.placed`."""
         if prompt.salt:
             return
         names = prompt.block_names(page_size, compatibility)
@@ -79,7 +78,7 @@ class CacheEvents:
                 self.stored(name)
 
     def stored(self, name: bytes) -> None:
-        """Some worker can go on from this block."""
+        """Publish this block and its parents: a worker can resume from it."""
         block = self._blocks.get(name)
         if block is None:
             return
@@ -97,7 +96,7 @@ class CacheEvents:
             self._publish(_stored(found[::-1]))
 
     def removed(self, name: bytes) -> None:
-        """No worker can any more."""
+        """Unpublish this block and parents that are not needed: no worker can resume from it."""
         block = self._blocks.get(name)
         if block is None:
             return
@@ -118,7 +117,9 @@ class CacheEvents:
 
     @contextmanager
     def subscribe(self, last_number: int = 0) -> "Iterator[Subscription]":
-        """`last_number`: of the batches that the subscriber had before."""
+        """Subscribe for the duration of the block. `last_number`: last batch that the subscriber
+        received.
+        """
         subscription = Subscription(self._published, last_number)
         self._subscriptions.append(subscription)
         try:
@@ -127,7 +128,7 @@ class CacheEvents:
             self._subscriptions.remove(subscription)
 
     def _published(self) -> list[TokenBlock]:
-        """Parents before what is behind them."""
+        """Return the published blocks, parents first."""
         return sorted(
             (block for block in self._blocks.values() if block.is_published),
             key=lambda block: block.depth,
@@ -138,7 +139,7 @@ class CacheEvents:
             subscription.note(event)
 
     def _keep_longest(self, names: Sequence[bytes]) -> None:
-        """Blocks of one prompt, in order."""
+        """Mark the blocks of one prompt, given in order, as the last to evict."""
         for name in reversed(names):
             if name in self._unpublished:
                 self._unpublished.move_to_end(name)
@@ -153,7 +154,7 @@ class CacheEvents:
 
 
 class Subscription:
-    """What one subscriber has not been sent yet."""
+    """Events that one subscriber has not been sent yet."""
 
     def __init__(self, published: Callable[[], list[TokenBlock]], last_number: int) -> None:
         self._published = published
@@ -170,7 +171,7 @@ class Subscription:
             self._has_news.set()
 
     async def news(self) -> list[pb.KvEventBatch]:
-        """What there is, once there is some; numbers of batches follow one another."""
+        """Wait for events and return them in batches, which are numbered consecutively."""
         await self._has_news.wait()
         self._has_news.clear()
         events, self._events = self._events, []
@@ -201,7 +202,7 @@ class Subscription:
 
 
 def _stored(blocks: Sequence[TokenBlock]) -> pb.KvCacheEvent:
-    """Of blocks that follow one another."""
+    """Return the event for consecutive blocks."""
     parent = blocks[0].parent
     return pb.KvCacheEvent(
         stored=pb.KvBlocksStored(

@@ -1,4 +1,4 @@
-"""How busy a router and its workers are, as numbers and as load reports of the ORCA standard."""
+"""Load of a router and its workers, as figures and as ORCA load reports."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 
 
 def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLoadResponse:
-    """Sums over the usable workers; `num_waiting` requests are held back here."""
+    """Return sums over the usable workers; `num_waiting` requests are queued in the router."""
     usable = [worker for worker in workers if worker.is_usable and worker.info is not None]
     pools = [worker for worker in usable if worker.role is WorkerRole.DECODE]
     infos = [worker.info for worker in pools if worker.info is not None]
@@ -53,7 +53,7 @@ def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLo
 
 @dataclass
 class RequestCounts:
-    """Requests since the start, by how they ended, as far as load reports distinguish that."""
+    """Requests since the start, as far as load reports distinguish their outcomes."""
 
     accepted: int = 0
     failed: int = 0
@@ -61,7 +61,7 @@ class RequestCounts:
 
 @dataclass
 class _Rates:
-    """What changed since the last report of one stream."""
+    """Counters at the last report of one stream."""
 
     counts: RequestCounts
     at_s: float = field(default_factory=time.monotonic)
@@ -73,7 +73,7 @@ class _Rates:
         self.accepted, self.failed = self.counts.accepted, self.counts.failed
 
     def fill_in(self, report: orca_load_report_pb2.OrcaLoadReport) -> None:
-        """What happened per second since the last report."""
+        """Fill in the rates per second since the last report."""
         now_s, cpu_s, accepted, failed = (
             time.monotonic(),
             time.process_time(),
@@ -88,7 +88,7 @@ class _Rates:
 
 
 class OpenRcaService(orca_service_pb2_grpc.OpenRcaServiceServicer):
-    """Streams `load()` at the requested interval, never more often than `MIN_INTERVAL_S`."""
+    """Stream of `load()` at the requested interval, but at most every `MIN_INTERVAL_S`."""
 
     def __init__(
         self, load: Callable[[], generation_pb2.GetLoadResponse], counts: RequestCounts

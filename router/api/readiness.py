@@ -1,6 +1,6 @@
-"""Reports SERVING only when a token went the whole way: admission, prefill, handoff, decode.
+"""Health status: SERVING only after a token went through admission, prefill, handoff and decode.
 
-Lost with the last pair of workers, and earned again by another warm-up.
+The status is lost with the last pair of workers, and regained by another warm-up.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "baton.v1.Generation"
 RETRY_PAUSE_S = 0.5
-NOTICE_S = 20.0  # without a pair of workers before the log says so
-# in which a router before its first pair takes workers that are missing for workers that start
+NOTICE_S = 20.0  # without a pair of workers before a log line
+# For this time, a router without a pair so far treats missing workers as starting.
 STARTING_S = 180.0
-# One token by prefill, one by decode, from a prompt that every vocabulary has.
+# A prompt that every vocabulary has; one token comes from prefill and one from decode.
 WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
 
 
 class Readiness:
-    """Keeps the health of the public service true; `run` until cancelled."""
+    """Updater of the public service's health; `run` until cancelled."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Readiness:
         """`names` are the services that work when a token goes through."""
         self._names = names
         self._directory = services.directory
-        # The warm-up is no client's request and must not show in what clients experience.
+        # The warm-up is not a client's request and must not appear in the metrics of requests.
         self._services = replace(services, metrics=RouterMetrics.create(CollectorRegistry()))
         self._health = health
         self._warm_up_s = warm_up_s
@@ -68,9 +68,11 @@ class Readiness:
             logger.warning("not ready", extra={"reason": problem})
 
     async def _pair(self, told: tuple[str, int]) -> None:
-        """Wait for a pair of workers. Log once for each reason why there is none; `told` is the
-        last one and its level. A router before its first pair takes workers that are missing for
-        workers that still start."""
+        """Wait for a pair of workers; log each new reason for its absence once.
+
+        `told` is the last reason and its level. Before its first pair, the router treats missing
+        workers as starting.
+        """
         starts_until_s = 0.0 if told[0] else asyncio.get_running_loop().time() + STARTING_S
         while not await self._paired_soon():
             problem = self._directory.pair_problem()

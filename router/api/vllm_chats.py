@@ -1,5 +1,4 @@
-"""Texts that a gateway sent by a carrying tokenizer (`router.text.carrier`), as prompts of
-`baton.v1.Generation`."""
+"""Conversion of carried texts (`router.text.carrier`) to prompts of `baton.v1.Generation`."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ _DECODER = json.JSONDecoder()
 
 
 def put_carried(request: pb.GenerateRequest, text: str) -> None:
-    """Set the prompt to a conversation that the carrying template wrote, or to the text that it is.
+    """Set the prompt to the conversation that the carrying template wrote, or to the plain text.
 
     Raises:
-        InvalidRequestError: the conversation has contents that are no text.
+        InvalidRequestError: the conversation has contents other than text.
     """
     found = _written_chat(text)
     if found is None:
@@ -35,7 +34,7 @@ def put_carried(request: pb.GenerateRequest, text: str) -> None:
 
 
 def _written_chat(text: str) -> tuple[Mapping[str, Any], str] | None:
-    """Return what the carrying template wrote, and the text behind it; None for any other text."""
+    """Return the conversation that the carrying template wrote, and the text after it; else None."""
     if not text.startswith(f'{{"{CHAT_KEY}": '):
         return None
     try:
@@ -61,7 +60,7 @@ def _put_message(message: pb.ChatMessage, field: str, given: Mapping[str, Any]) 
         texts = [_text(field, part) for part in content]
         if len(texts) > 1:
             message.content_parts.extend(pb.ContentPart(text=text) for text in texts)
-        else:  # gateways make a part of each text
+        else:  # gateways wrap each text in a part
             message.content = "".join(texts)
     elif content is not None:
         message.content = str(content)
@@ -90,8 +89,7 @@ def _arguments(given: Any) -> str:  # noqa: ANN401 - a value of JSON
 
 
 def _cut_final_text(message: pb.ChatMessage, text: str) -> None:
-    """Drop the tag that the gateway put behind the final message's text: `text` is that without the
-    tag."""
+    """Set the final message's text to `text`, which lacks the tag that the gateway appended."""
     if message.content_parts:
         message.content_parts[-1].text = text
     else:

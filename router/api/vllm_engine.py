@@ -1,9 +1,9 @@
-"""`vllm.grpc.engine.VllmEngine`: the contract that gateways speak to vLLM, answered by this router.
+"""`vllm.grpc.engine.VllmEngine`: the contract between gateways and vLLM, served by this router.
 
-Every request goes the way of `baton.v1.Generation`; only the words differ
-(`router.api.vllm_translate`). Methods that Baton does not have are refused with UNIMPLEMENTED,
+Every request is served as by `baton.v1.Generation`; only the messages differ
+(`router.api.vllm_translate`). Methods that Baton does not have are rejected with UNIMPLEMENTED,
 fields as bad requests, both by name. A gateway gets a tokenizer whose ids carry texts and
-conversations to here (`router.text.carrier`), where they are rendered and read.
+conversations to the router (`router.text.carrier`), which renders and tokenizes them.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ TOKENIZER_CHUNK_BYTES = 1 << 20
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
-    """Beside `generation`, over the same requests."""
+    """Service in front of `generation`, sharing its requests."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         tokenizer: GatewayTokenizer | None,
         events: CacheEvents,
     ) -> None:
-        """`tokenizer` is what gateways get; None for a model without one."""
+        """`tokenizer` is served to gateways; None for a model without one."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._carrier = None if tokenizer is None else tokenizer.carrier
         self._events = events
-        self._model_dir = model_dir.absolute()  # gateways take a relative name for one of a hub
+        self._model_dir = model_dir.absolute()  # gateways look up relative names on a model hub
         self._started_s = time.monotonic()
         self._last_received_s = 0.0
         self._zipping = asyncio.Lock()
@@ -97,8 +97,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm.GetModelInfoResponse(
             model_path=str(self._model_dir),
             is_generation=True,
-            # Ids that carry a conversation are more than it has: only the router can tell what is
-            # too long.
+            # Ids that carry a conversation outnumber its tokens, so only the router can tell
+            # whether it is too long.
             max_context_length=info.max_context_tokens if self._carrier is None else 0,
             vocab_size=info.vocab_size,
             served_model_name=info.model,
@@ -164,8 +164,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             )
 
     async def _archive(self) -> tuple[bytes, str]:
-        """Return the tokenizer's archive and its digest, made once, on a thread: it may have tens
-        of megabytes. Raises UnsupportedError without a tokenizer."""
+        """Return the tokenizer's archive and its digest.
+
+        Built once, on a thread: it may have tens of megabytes.
+
+        Raises:
+            UnsupportedError: the model has no tokenizer.
+        """
         async with self._zipping:
             if self._zipped is None:
                 if self._tokenizer is None:
@@ -182,19 +187,20 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                     yield batch
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
-        """Refuse it as a bad request: gateways make a server's error of UNIMPLEMENTED, which
-        clients send again."""
+        """Reject the call as a bad request: gateways turn UNIMPLEMENTED into a server error, which
+        clients retry.
+        """
         raise InvalidRequestError(
-            FieldViolation("model", "generates, and has neither embeddings nor classes")
+            FieldViolation("model", "generates text, and has neither embeddings nor classes")
         )
 
     async def FlushCache(self, request: Message, context: Context) -> common_pb2.FlushCacheResponse:
-        """At once, whatever runs: that keeps what it uses."""
+        """Flush the caches at once; pages in use by running requests are kept."""
         flushed = (await self._generation.FlushCaches(pb.FlushCachesRequest(), context)).workers
         failed = [f"{each.role} {each.address}: {each.error}" for each in flushed if each.error]
         return common_pb2.FlushCacheResponse(
             success=not failed,
-            message="; ".join(failed) or f"{sum(each.pages for each in flushed)} pages given up",
+            message="; ".join(failed) or f"{sum(each.pages for each in flushed)} pages released",
         )
 
     async def StartProfile(self, request: Message, context: Context) -> common_pb2.ProfileResponse:

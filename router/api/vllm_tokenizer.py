@@ -1,5 +1,4 @@
-"""What gateways get to read texts with: a tokenizer and a template that carry them here, or the
-model's own files."""
+"""Tokenizer files for gateways: a carrying tokenizer and template, or the model's own files."""
 
 import hashlib
 import io
@@ -16,8 +15,8 @@ from router.text.model_facts import ServedModel
 from runtime.model_files.config import read_if_there
 from runtime.model_files.tokenizer_files import find_tokenizer
 
-# Gateways load what they find under the name that a tokenizer has, on their own host, and ask a
-# router for the rest.
+# Gateways first load a tokenizer's name as a path on their own host, and request the files from a
+# router if that fails.
 NOWHERE = "/nonexistent/baton"
 _OWN_FILES = (
     "tokenizer_config.json",
@@ -30,15 +29,17 @@ _OWN_FILES = (
 
 @dataclass(frozen=True)
 class GatewayTokenizer:
-    """The files by name, and the folder where a gateway on this host finds them. `carrier` reads
-    the texts that they carry; None where they are the model's own."""
+    """The files by name, and the folder with their copy for gateways on this host.
+
+    `carrier` decodes the texts that they carry; None if they are the model's own files.
+    """
 
     files: Mapping[str, bytes]
     folder: str
     carrier: TextCarrier | None = None
 
     def zipped(self) -> tuple[bytes, str]:
-        """Return an archive, the same bytes for the same files, and its SHA-256."""
+        """Return a reproducible archive of the files, and its SHA-256."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, data in self.files.items():
@@ -48,9 +49,11 @@ class GatewayTokenizer:
 
 
 def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayTokenizer | None:
-    """Return what a gateway gets for the model in a folder; None without a tokenizer. Takes seconds
-    for large vocabularies. Files that carry texts are kept in `cache` where that can be written: a
-    gateway on this host then needs no router that is ready before it is."""
+    """Return the files that a gateway gets for the model in a folder; None without a tokenizer.
+
+    Takes seconds for large vocabularies. Carrying files are stored in `cache` if it is writable, so
+    that a gateway on this host can start before the router is ready.
+    """
     path, tokeniser = find_tokenizer(folder), model.tokeniser
     if path is None or tokeniser is None:
         return None
@@ -65,7 +68,7 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
     config = read_if_there(folder / "tokenizer_config.json")
     files = {
         "tokenizer.json": carrying,
-        # Without what a gateway would do for a class or an architecture that it knows.
+        # Omits the class and architecture, for which gateways have special treatment.
         "tokenizer_config.json": json.dumps(
             {name: value for name, value in config.items() if name.endswith("_token")}
         ),
@@ -78,8 +81,7 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
 
 
 def _kept(files: Mapping[str, bytes], cache: Path) -> str:
-    """Return the folder of `cache` that has these very files, written if need be; `NOWHERE` if it
-    cannot be."""
+    """Return the folder of `cache` with these files, written if missing; `NOWHERE` if it cannot be."""
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name} {len(data)}\n".encode() + data)
@@ -96,5 +98,5 @@ def _kept(files: Mapping[str, bytes], cache: Path) -> str:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError:
-        pass  # another router's files are there by now, or the cache cannot be written
+        pass  # another router wrote the files meanwhile, or the cache is not writable
     return str(kept) if kept.is_dir() else NOWHERE

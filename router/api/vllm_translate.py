@@ -1,12 +1,12 @@
-"""Between `vllm.grpc.engine.VllmEngine` and `baton.v1.Generation`: pure functions over messages.
+"""Translation between `vllm.grpc.engine.VllmEngine` and `baton.v1.Generation`. Pure.
 
-That contract gives most sampling fields no presence: zero means absent there, so it does here. What
-is absent has Baton's own default and not the model's: gateways are told the model's
-(`default_sampling_params_json`) and send it themselves, and a client's zero, which says "all
-tokens", looks like an absent field. Fields that Baton has no use for are refused by name, unless
-ignoring them changes nothing (`skip_special_tokens` and its like shape text, and this service
-answers in token ids). They are bad requests: gateways make a server's error of UNIMPLEMENTED, and
-clients send again what meets one.
+That contract gives most sampling fields no presence: zero means absent there, and so it does here.
+An absent field gets Baton's default, not the model's. Gateways receive the model's
+(`default_sampling_params_json`) and send it themselves, and a client's zero for "all tokens" looks
+like an absent field. Fields that Baton does not support are rejected by name, unless ignoring them
+changes nothing (`skip_special_tokens` and similar ones shape text, and this service returns token
+ids). They are rejected as bad requests: gateways turn UNIMPLEMENTED into a server error, which
+clients retry.
 """
 
 import codecs
@@ -38,7 +38,7 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: "length",
     types_pb2.FINISH_REASON_ABORTED: "abort",
 }
-# Where that contract has what Baton's fields have; the longest prefix counts.
+# That contract's names of Baton's fields; the longest prefix applies.
 _THEIR_NAMES = {
     "token_ids.ids": "tokenized.input_ids",
     "token_ids": "tokenized.input_ids",
@@ -61,11 +61,10 @@ _THEIR_NAMES = {
 def request_from_vllm(
     request: vllm.GenerateRequest, carried: str | None = None
 ) -> pb.GenerateRequest:
-    """Return the request in this API's terms. `carried` is the text that the token ids carry, if
-    they carry one.
+    """Return the request in Baton's terms. `carried` is the text that the token ids carry, if any.
 
     Raises:
-        InvalidRequestError: naming the field in that contract's terms.
+        InvalidRequestError: a field is invalid; the error uses that contract's field names.
     """
     _refuse_unsupported(request, carried)
     params = request.sampling_params
@@ -96,7 +95,7 @@ def request_from_vllm(
 
 
 def error_for_vllm(error: InvalidRequestError) -> InvalidRequestError:
-    """The same error under that contract's field names."""
+    """Return the same error with that contract's field names."""
     return type(error)(
         *(FieldViolation(_their_name(v.field), v.description) for v in error.violations)
     )
@@ -121,9 +120,8 @@ def _refuse_unsupported(request: vllm.GenerateRequest, carried: str | None) -> N
     if params.HasField("prompt_logprobs") and (
         carried is not None or not request.HasField("tokenized")
     ):
-        fields.append(
-            "sampling_params.prompt_logprobs"
-        )  # their first entry is the first token's id
+        # The first entry of prompt logprobs is the first token's id, which needs token ids.
+        fields.append("sampling_params.prompt_logprobs")
     if fields:
         raise InvalidRequestError(
             *(FieldViolation(name, "is not supported here") for name in fields)
@@ -191,7 +189,7 @@ def _literal(text: str) -> str:
 
 
 class _HeldChunk:
-    """Chunks of one choice whose text ends inside a character, or that have none yet."""
+    """Chunks of one choice whose text is empty so far or ends inside a character."""
 
     def __init__(self) -> None:
         self.chunk = pb.GenerateChunk()
@@ -199,7 +197,7 @@ class _HeldChunk:
         self._text = ""
 
     def add(self, chunk: pb.GenerateChunk, spelled: Iterable[bytes]) -> bool:
-        """Return whether the text of all is whole now."""
+        """Add a chunk; return whether the text of all chunks is complete now."""
         self.chunk.MergeFrom(chunk)
         self._text += "".join(map(self._decoder.decode, spelled))
         is_inside = bool(self._decoder.getstate()[0]) or self._text.endswith("\ufffd")
@@ -207,15 +205,18 @@ class _HeldChunk:
 
 
 class VllmAnswer:
-    """One request's answer in that contract's terms, from the responses of `baton.v1.Generation` in
-    their order."""
+    """One request's response in that contract's terms, from the ordered responses of
+    `baton.v1.Generation`.
+    """
 
     def __init__(
         self, request: vllm.GenerateRequest, bytes_of: Callable[[int], bytes] | None = None
     ) -> None:
-        """With `bytes_of`, what a token adds to a text, the tokens of a stream with logprobs wait
-        for the end of the character that they are part of: gateways drop the logprobs of chunks
-        that have no text."""
+        """`bytes_of` returns the bytes that a token adds to a text.
+
+        With it, tokens of a stream with logprobs are held until their character is complete,
+        because gateways drop the logprobs of chunks without text.
+        """
         self._stream = request.stream
         self._bytes_of = (
             bytes_of if request.stream and request.sampling_params.HasField("logprobs") else None
@@ -228,7 +229,7 @@ class VllmAnswer:
         self._logprobs: dict[int, vllm.OutputLogProbs] = {}
 
     def add(self, response: pb.GenerateResponse) -> Iterator[vllm.GenerateResponse]:
-        """Yield what this response gives to send."""
+        """Yield the messages to send for this response."""
         if response.HasField("finish"):
             if (held := self._held.pop(response.index, None)) is not None:
                 yield from self._add_chunk(response.index, held.chunk)
@@ -282,7 +283,7 @@ class VllmAnswer:
         )
 
     def _take_input(self, index: int) -> vllm.InputLogProbs | None:
-        """Once, with the first message of choice 0."""
+        """Return the prompt logprobs once, for the first message of choice 0."""
         if index:
             return None
         taken, self._input_logprobs = self._input_logprobs, None
@@ -300,7 +301,7 @@ def _output_logprobs(chunk: pb.GenerateChunk) -> vllm.OutputLogProbs:
 
 
 def _first_input(request: vllm.GenerateRequest) -> vllm.InputLogProbs:
-    """The first token of a prompt has an entry without a value."""
+    """Return the entry of the prompt's first token, which has no value."""
     return vllm.InputLogProbs(
         token_ids=request.tokenized.input_ids[:1],
         token_logprobs=[vllm.InputTokenLogProb()],

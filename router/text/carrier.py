@@ -1,13 +1,14 @@
-"""A tokenizer and a chat template for gateways that read texts themselves: both carry them to this
-router.
+"""A tokenizer and a chat template for gateways that tokenize texts themselves.
 
-Such a gateway gets its tokenizer from the router, renders chats and sends nothing but token ids. A
-template that is rendered by another library, and special tokens that a gateway leaves out, would
-make another prompt of them than the model was trained on. The tokenizer that it gets loses no
-character and begins each piece of text with a mark; the template writes a conversation as JSON. So
-the ids give the texts back, and the router renders and reads them as it does those of its own API.
-Answers are decoded by the same vocabulary, but for the space that decoders drop where a text
-begins: an answer begins none.
+Such a gateway gets its tokenizer from the router, renders chats itself and sends only token ids. A
+template rendered by another library, or special tokens that a gateway omits, would change the
+prompt. Therefore both files *carry* the texts to the router instead. The carrying tokenizer loses
+no character and begins each piece of text with a mark; the carrying template writes a conversation
+as JSON. So the router recovers the texts from the ids, and renders and tokenizes them as for its
+own API.
+
+Responses are decoded with the same vocabulary, except that no space is dropped at their beginning:
+decoders drop one where a text begins, but a response continues a text.
 """
 
 import json
@@ -21,19 +22,19 @@ from router.text.token_bytes import token_bytes_of
 
 MARK = "\x02baton\x03"
 CHAT_KEY = "baton.v1.ChatMessages"
-_SHOWN_IDS = 16  # the mark is no longer
+_SHOWN_IDS = 16  # upper bound of the mark's length in tokens
 _SAMPLE = '{"Größe": "東京\n\n  \u00f1 n\u0303 \ufb01\tx👋🏽\x00", "x": [1, 2.5, null]} it\'s  END '
 
 
 class TextCarrier:
-    """Gives back the texts that a carrying tokenizer was given."""
+    """Decoder of the texts that a carrying tokenizer encoded."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """`tokenizer` is the model's own."""
         model = tokenizer.model
         self._tokens = token_bytes_of(tokenizer)
-        # Those that are entries of the model, too, may come from there: they are spelled as the
-        # model's.
+        # An added token that is also an entry of the model may come from there, so it is spelled
+        # like one.
         self._added = {
             token_id: token.content.encode()
             if token.special or model.token_to_id(token.content) is None
@@ -42,7 +43,7 @@ class TextCarrier:
         }
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text that these ids carry; None for ids that carry none."""
+        """Return the text that these ids carry; None if they carry none."""
         if self._tokens is None:
             return None
         of, mark = self._tokens.of, MARK.encode()
@@ -53,9 +54,7 @@ class TextCarrier:
             return None
         text, piece = bytearray(), bytearray()
         for token_id in token_ids:
-            if (
-                token_id in self._added
-            ):  # a piece of text ends here, and the next one begins with a mark
+            if token_id in self._added:  # ends a piece of text; the next one begins with a mark
                 text += piece.removeprefix(mark) + (self._added[token_id] or of(token_id))
                 piece.clear()
             else:
@@ -63,19 +62,21 @@ class TextCarrier:
         return (text + piece.removeprefix(mark)).decode(errors="replace")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return what a token adds to the text of an answer."""
+        """Return the bytes that a token adds to the text of a response."""
         return b"" if self._tokens is None else self._tokens.of(token_id)
 
     def carries(self, tokenizer: Tokenizer) -> bool:
-        """Return whether a carrying tokenizer loses nothing of what texts are made of."""
+        """Return whether a carrying tokenizer loses no character of a sample text."""
         added = [content.decode() for content in self._added.values() if content is not None]
         sample = _SAMPLE + "".join(added[:4]) + " \n"
         return self.text_of(tokenizer.encode(sample, add_special_tokens=False).ids) == sample
 
 
 def carrying_tokenizer(tokenizer: Tokenizer, source: str) -> str | None:
-    """Return the `tokenizer.json` of a tokenizer that carries texts, made of the model's own; None
-    where that cannot be had. Takes seconds for large vocabularies."""
+    """Return the `tokenizer.json` of a carrying tokenizer, derived from the model's own.
+
+    Returns None if the tokenizer cannot be converted. Takes seconds for large vocabularies.
+    """
     fields = json.loads(source)
     for token in fields["added_tokens"]:
         token.update(lstrip=False, rstrip=False, single_word=False, normalized=False)
@@ -98,12 +99,14 @@ def carrying_tokenizer(tokenizer: Tokenizer, source: str) -> str | None:
 
 
 def carrying_template(template: ChatTemplate) -> str:
-    """Return a template that writes a conversation as JSON: an object with the key `CHAT_KEY`, and
-    behind it the last message's text where the answer is to go on with that.
+    """Return a template that writes a conversation as JSON.
 
-    The model's own one comes first, never rendered: gateways look in it for whether the model
-    thinks, and how that is switched. So does a loop over parts of contents, by which they see that
-    contents need not be joined.
+    The JSON is an object with the key `CHAT_KEY`. If the response is to continue the last message,
+    that message's text follows the object.
+
+    The model's own template comes first and is never rendered: gateways search it to find whether
+    the model thinks, and how that is switched. So is a loop over the parts of contents, which shows
+    them that contents need not be joined.
     """
     arguments = "".join(
         f'{{% if {name} is defined %}}, "{name}": {{{{ {name} | tojson }}}}{{% endif %}}'
@@ -127,7 +130,7 @@ def carrying_template(template: ChatTemplate) -> str:
 
 
 def _space_steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return what of a normalizer writes spaces as another character."""
+    """Return the steps of a normalizer that write spaces as another character."""
     return [
         step
         for step in _steps(normalizer, "normalizers")

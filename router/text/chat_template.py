@@ -1,10 +1,10 @@
-"""A model's chat template: conversations to text, as transformers renders them.
+"""Rendering of conversations with a model's chat template, as transformers does.
 
-Templates run in a sandbox, with the names that templates written for transformers expect. Like
-there, a message's fields that are null are left out, its reasoning has all names that templates
-know, and a conversation with tools uses the template of that purpose where a model has several.
-Unlike there, contents have the form that the template takes: the parts of a text are joined where
-it would write them as a list of Python, and a text is made a part where it writes nothing else.
+Templates run in a sandbox, with the names that templates written for transformers expect. As in
+transformers, null fields of a message are omitted, its reasoning has every name that templates use,
+and a conversation with tools uses the `tool_use` template if a model has one. Unlike there,
+contents get the form that the template accepts: text parts are joined if it would write them as a
+Python list, and a text becomes a part if it writes only parts.
 """
 
 import json
@@ -24,11 +24,11 @@ from router.text.chat import Chat, Turn, as_parts, text_parts
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# What a conversation has by itself: never arguments of a template.
+# Names that every conversation defines; they cannot be template arguments.
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "BATONPROBE"
-_TAG = "BATON_CONTINUES_HERE "  # behind a final message that the answer goes on with
+_TAG = "BATON_CONTINUES_HERE "  # marks the end of a final message that the response continues
 _REFUSALS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -42,7 +42,7 @@ _REFUSALS = (
 
 
 class ContentForm(Enum):
-    """In which form a template takes the content of a role's messages."""
+    """Form in which a template accepts the content of a role's messages."""
 
     TEXT = "text"
     PARTS = "parts"
@@ -53,8 +53,11 @@ class ChatTemplate:
     """A model's rule for writing a conversation as one text."""
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources` is the template, or several by name, one of them `DEFAULT`. Raises ConfigError
-        for what is no template."""
+        """Parse the templates. `sources` is one, or several by name, one of them `DEFAULT`.
+
+        Raises:
+            ConfigError: a template cannot be parsed.
+        """
         self.sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
         self._special_tokens = dict(special_tokens)
         self.environment = _environment()
@@ -69,11 +72,11 @@ class ChatTemplate:
             ) from error
 
     def render(self, chat: Chat) -> str:
-        """Return the conversation up to where the assistant's next turn begins, or to the end of
-        its final message.
+        """Return the conversation up to the beginning of the assistant's next turn, or to the end
+        of its final message.
 
         Raises:
-            InvalidRequestError: the template refuses these messages.
+            InvalidRequestError: the template rejects these messages.
         """
         turns = [self._normal(turn) for turn in chat.messages]
         try:
@@ -86,8 +89,7 @@ class ChatTemplate:
             ) from error
 
     def arguments(self) -> frozenset[str]:
-        """Return the names that the templates look up and do not define first: the arguments they
-        can be given."""
+        """Return the names that the templates use without defining them: their possible arguments."""
         given = {*self.environment.globals, *self._special_tokens, *RESERVED_ARGUMENTS}
         found = (
             jinja2.meta.find_undeclared_variables(self.environment.parse(text))
@@ -96,7 +98,7 @@ class ChatTemplate:
         return frozenset[str]().union(*found) - given
 
     def literal_text(self) -> str:
-        """Return all that the templates write by themselves, their pieces divided by NUL."""
+        """Return all literal text of the templates, with pieces separated by NUL."""
         pieces: set[str] = set()
         for source in self.sources.values():
             tree = self.environment.parse(source)
@@ -126,8 +128,7 @@ class ChatTemplate:
         )
 
     def _normal(self, turn: Turn) -> dict[str, Any]:
-        """Return a turn without its null fields, with its reasoning and content as the template
-        takes them."""
+        """Return a turn without null fields, with reasoning and content in the template's form."""
         normal = {name: value for name, value in turn.items() if value is not None}
         reasoning = next((normal[name] for name in _REASONING_NAMES if name in normal), None)
         if reasoning is not None:
@@ -145,16 +146,15 @@ class ChatTemplate:
         return content
 
     def _form_of(self, role: str) -> ContentForm:
-        """Find out by rendering a message of that role in both forms."""
+        """Determine the form by rendering a message of that role in both forms."""
         if (known := self._forms.get(role)) is not None:
             return known
-        if role not in _PROBES:  # clients may invent as many as they like
+        if role not in _PROBES:  # not cached: clients may invent any number of roles
             return ContentForm.TEXT
         as_text, in_parts = self._probe(role, _PROBE), self._probe(role, as_parts([_PROBE]))
         form = ContentForm.TEXT
-        if _PROBE in in_parts and in_parts.count("type") <= as_text.count(
-            "type"
-        ):  # not written as a list
+        # A template that writes parts as a Python list also writes their keys.
+        if _PROBE in in_parts and in_parts.count("type") <= as_text.count("type"):
             form = ContentForm.EITHER if _PROBE in as_text else ContentForm.PARTS
         self._forms[role] = form
         return form
@@ -170,8 +170,11 @@ class ChatTemplate:
             return ""
 
     def _up_to_the_end_of(self, turns: list[dict[str, Any]], chat: Chat) -> str:
-        """Return the conversation to where its final message ends. Raises ValueError for a message
-        without text."""
+        """Return the conversation up to the end of its final message.
+
+        Raises:
+            ValueError: the final message has no text.
+        """
         final = turns[-1]
         text = final.get("content")
         if isinstance(text, list) and text and isinstance(text[-1].get("text"), str):
@@ -179,11 +182,11 @@ class ChatTemplate:
         elif isinstance(text, str):
             final["content"] = text + _TAG
         else:
-            raise ValueError("the final message, with which the answer is to go on, has no text")
+            raise ValueError("the final message, which the response is to continue, has no text")
         rendered = self._render(turns, chat.tools, chat.arguments, add_generation_prompt=False)
         before, found, after = rendered.rpartition(_TAG.strip())
         if not found:
-            raise ValueError("the final message, with which the answer is to go on, is not written")
+            raise ValueError("the final message, which the response is to continue, is not written")
         return before if after.startswith(" ") else before.rstrip()
 
 
@@ -192,7 +195,7 @@ def _turn(role: str, content: str, **more: object) -> dict[str, Any]:
 
 
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-# Messages before and after one of a role, so that templates which ask for an order take it.
+# Messages before and after one of a role, for templates that require an order.
 _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "system": ([], [_turn("user", "a")]),
     "developer": ([], [_turn("user", "a")]),
@@ -234,8 +237,9 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; for serving it is only its
-    content."""
+    """`{% generation %}` block, which marks the assistant's part for training; rendered as its
+    content.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the type is jinja's
 

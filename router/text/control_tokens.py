@@ -1,8 +1,8 @@
-"""Control tokens that users write, encoded as the text they are.
+"""Encoding of control tokens in users' texts as plain text.
 
-A tokenizer reads `<|im_end|>` as one control token wherever it stands, so that a user's text can
-end the user's turn. Marks around those in a conversation tell them, once it is rendered, from those
-that the template writes itself.
+A tokenizer treats `<|im_end|>` as one control token anywhere, so a user's text could end the user's
+turn. Marks around control tokens in a conversation's texts distinguish them, after rendering, from
+those that the template writes itself.
 """
 
 import re
@@ -19,21 +19,22 @@ from runtime.errors import FieldViolation, InvalidRequestError
 
 
 class UserControlTokens(StrEnum):
-    """What a control token in the texts of a conversation is read as."""
+    """Treatment of a control token in the texts of a conversation."""
 
     TOKENS = "tokens"
     TEXT = "text"
 
 
-_START, _END = "\U000f0000", "\U000f0001"  # of a private-use plane: dropped from what users write
-# before a piece of text, which then begins no text: SentencePiece puts a space before the first
-# word
+_START, _END = "\U000f0000", "\U000f0001"  # from a private-use plane; removed from users' texts
+# Prepended to a piece of text, which then begins no text: SentencePiece puts a space before the
+# first word of one.
 _LINE = "\n"
 
 
 class ControlTokens:
-    """The control tokens of one model: its special tokens, and the added tokens that its template
-    writes."""
+    """Control tokens of one model: its special tokens, and the added tokens that its template
+    writes.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         written = template.literal_text()
@@ -60,7 +61,7 @@ class ControlTokens:
         """Return the ids of a marked conversation: marked tokens as text, all others as tokens.
 
         Raises:
-            InvalidRequestError: the tokenizer has no other way to write one of them.
+            InvalidRequestError: the tokenizer cannot write one of them as text.
         """
         first, *pieces = self._marked.split(rendered)
         texts = iter(self._encode([first, *(_LINE + piece for piece in pieces[1::2] if piece)]))

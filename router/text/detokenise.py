@@ -1,11 +1,11 @@
-"""Token ids to text while they arrive: whole characters only, at a cost linear in the number of
-tokens.
+"""Incremental detokenization: whole characters only, at a cost linear in the number of tokens.
 
-A detokenizer turns one id at a time into the text that is certain by now. An answer's text is what
-its tokens add to the text of the prompt: decoders drop a space where a text begins, and an answer
-begins no text. Bytes that are no UTF-8 become one U+FFFD for each maximal part of a character, as
-the Unicode standard recommends (3.9, "U+FFFD Substitution of Maximal Subparts"). `StopMatcher`
-finds stop strings in that text across any borders and holds back what may still become one.
+A detokenizer turns one id at a time into the text that is certain so far. The text of a response is
+what its tokens add to the text of the prompt. Decoders drop a space where a text begins, but a
+response begins no text. Bytes that are not UTF-8 become one U+FFFD for each maximal part of a
+character, as the Unicode standard recommends (3.9, "U+FFFD Substitution of Maximal Subparts").
+`StopMatcher` finds stop strings in that text across token boundaries and holds back text that may
+become one.
 """
 
 import codecs
@@ -21,30 +21,31 @@ MAX_CHARACTER_BYTES = 4
 
 
 class Detokeniser(Protocol):
-    """The text of one request's output. The pieces, joined, are what the output adds to the text of
-    the prompt."""
+    """Detokenizer of one request's output. The joined pieces are what the output adds to the
+    prompt's text.
+    """
 
     def add(self, token_id: int) -> str:
         """Return the text that became certain with this token; empty while a character is
-        incomplete."""
+        incomplete.
+        """
         ...
 
     def finish(self) -> str:
-        """Return what is left when no more tokens come: an incomplete character becomes U+FFFD."""
+        """Return the rest when no more tokens follow: an incomplete character becomes U+FFFD."""
         ...
 
 
 class BytesDetokeniser:
-    """A detokenizer of tokens that are bytes: an incremental UTF-8 decoder is enough."""
+    """Detokenizer for tokens that are bytes: an incremental UTF-8 decoder suffices."""
 
     def __init__(self, tokens: TokenBytes, prompt: Sequence[int]) -> None:
         self._tokens = tokens
         self._start = tokens.text_start()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pass_over(prompt)
-        self._before = _incomplete(
-            self._last_bytes(prompt)
-        )  # of a character that the output may complete
+        # Bytes of a character that the output may complete.
+        self._before = _incomplete(self._last_bytes(prompt))
 
     def add(self, token_id: int) -> str:
         data = self._tokens.of(token_id)
@@ -65,13 +66,13 @@ class BytesDetokeniser:
         is_broken = text.startswith(REPLACEMENT) and not (before + data).startswith(
             REPLACEMENT.encode()
         )
-        return (
-            text[1:] if is_broken else text
-        )  # the prompt's broken character is none of the output's
+        # The U+FFFD of the prompt's broken character does not belong to the output.
+        return text[1:] if is_broken else text
 
     def _pass_over(self, prompt: Iterable[int]) -> None:
-        """Drop what the decoder drops at the beginning of the prompt, so that it is not dropped of
-        the output."""
+        """Consume what the decoder drops at the beginning of the prompt, so that the output keeps
+        it.
+        """
         for token_id in prompt:
             if self._start.is_over:
                 return
@@ -89,18 +90,18 @@ class BytesDetokeniser:
 
 
 def _incomplete(data: bytes) -> bytes:
-    """Return the bytes at the end of `data` that begin a character and do not end it."""
+    """Return the bytes at the end of `data` that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(data)
     return decoder.getstate()[0]
 
 
 class WindowDetokeniser:
-    """A detokenizer of every other tokenizer: decode a short window and give out what it added.
+    """Detokenizer for any other tokenizer: decodes a short window and returns what it added.
 
-    The window starts at tokens whose text is out already, because decoders treat the first token of
-    a text differently. A window that still ends in U+FFFD is waiting for the rest of a character;
-    after `MAX_HELD_TOKENS` it is given out as it is, so that the cost stays bounded.
+    The window starts with tokens whose text was already returned, because decoders treat the first
+    token of a text differently. A window that ends in U+FFFD waits for the rest of a character.
+    After `MAX_HELD_TOKENS` it is returned as it is, so that the cost is bounded.
     """
 
     MAX_HELD_TOKENS = 16
@@ -108,10 +109,10 @@ class WindowDetokeniser:
     def __init__(
         self, tokenizer: Tokenizer, silent_ids: frozenset[int], prompt: Sequence[int]
     ) -> None:
-        """`silent_ids` are those of special tokens, which decoding leaves out."""
+        """`silent_ids` are the ids of special tokens, which decoding leaves out."""
         self._tokenizer = tokenizer
         self._silent_ids = silent_ids
-        self._context = self._last_spoken(prompt)  # given out, kept for its effect on what follows
+        self._context = self._last_spoken(prompt)  # already returned; affects the following tokens
         self._held: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -128,7 +129,7 @@ class WindowDetokeniser:
 
     def _give_out(self, text: str) -> str:
         new_text = text[len(self._decode(self._context)) :]
-        # Tokens without text give no context, so what came before them must stay.
+        # Tokens without text give no context, so the tokens before them are kept.
         self._context = self._held if new_text else self._context + self._held
         self._context, self._held = self._context[-self.MAX_HELD_TOKENS :], []
         return new_text
@@ -150,9 +151,9 @@ class WindowDetokeniser:
 class StopMatcher:
     """Finds the first of several strings in text that arrives in pieces.
 
-    The match that *ends* first wins, the longest among those; so the outcome does not depend on how
-    the text is cut. One automaton per string, whose state is the number of characters that must be
-    held back.
+    The match that *ends* first wins, the longest among those, so the result does not depend on how
+    the text is split. Each string has one automaton, whose state is the number of characters that
+    must be held back.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -160,9 +161,10 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that can be part of no match any more, the stop string if one is complete).
+        """Return the text that can no longer be part of a match, and the stop string if one is
+        complete.
 
-        After a match the text ends just before it, and nothing more may be fed.
+        After a match the text ends just before it, and no more text may be fed.
         """
         if not self._automata:
             return text, None
@@ -177,7 +179,7 @@ class StopMatcher:
         return buffer[:certain], None
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text held back, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -192,15 +194,17 @@ class StopMatcher:
 
 
 class _StopAutomaton:
-    """Knuth-Morris-Pratt for one string, linear in the text. The failure function is worked out as
-    far as a match has come, so that a long string costs nothing before the text follows it."""
+    """Knuth-Morris-Pratt automaton for one string, linear in the text.
+
+    The failure function is computed lazily, up to the longest match so far, so that a long string
+    costs nothing before the text follows it.
+    """
 
     def __init__(self, string: str) -> None:
         self.string = string
-        self.matched = 0  # characters of the string that the text ends in
-        self._failure = [
-            0
-        ]  # for each prefix, the length of its longest proper suffix that is a prefix too
+        self.matched = 0  # length of the string's longest prefix that the text ends with
+        # For each prefix, the length of its longest proper suffix that is also a prefix.
+        self._failure = [0]
 
     def advance(self, character: str) -> None:
         self.matched = self._longer(self.matched, character)
@@ -208,15 +212,17 @@ class _StopAutomaton:
             self._failure.append(self._longer(self._failure[-1], character))
 
     def _longer(self, length: int, character: str) -> int:
-        """The longest prefix that a text ends in which ended in one of `length` before this
-        character."""
+        """Return the length of the longest prefix that the text ends with after `character`.
+
+        `length` is that length before it.
+        """
         while length and self.string[length] != character:
             length = self._failure[length - 1]
         return length + (self.string[length] == character)
 
 
 class Detokenisers:
-    """Makes a detokenizer per request, of the kind the tokenizer needs."""
+    """Factory of detokenizers of the kind that the tokenizer needs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -224,7 +230,7 @@ class Detokenisers:
         self._silent_ids = special_ids(tokenizer)
 
     def new(self, prompt: Sequence[int]) -> Detokeniser:
-        """Return a detokenizer of what follows the tokens of `prompt`."""
+        """Return a detokenizer for the output that follows the tokens of `prompt`."""
         if self._tokens is None:
             return WindowDetokeniser(self._tokenizer, self._silent_ids, prompt)
         return BytesDetokeniser(self._tokens, prompt)

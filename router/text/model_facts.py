@@ -1,4 +1,4 @@
-"""What a router has of the model it serves without loading it: limits to check requests against."""
+"""Facts of the served model that a router needs to check requests, without the weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,8 +18,10 @@ from runtime.version import WIRE_VERSION
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of the served model. `max_context_tokens` counts prompt plus completion. `sampling`:
-    parameters by name that a request has unless it says otherwise."""
+    """Limits of the served model.
+
+    `max_context_tokens` counts prompt plus completion. `sampling` holds default parameters by name.
+    """
 
     name: str
     architecture: str
@@ -36,7 +38,7 @@ class ModelLimits:
             return f"it is a {info.role} worker, configured as {role}"
         if info.wire_version != WIRE_VERSION:
             return (
-                f"it takes requests in another way than this router gives them: its wire version is "
+                f"it speaks another version of the worker protocol: its wire version is "
                 f"{info.wire_version}, the router's {WIRE_VERSION}"
             )
         expected = {
@@ -48,9 +50,8 @@ class ModelLimits:
             if getattr(info, name) != value:
                 return f"it serves another model: {name} is {getattr(info, name)}, the router's is {value}"
         digests = info.tokenizer_digest, self.tokenizer_digest
-        if (
-            all(digests) and digests[0] != digests[1]
-        ):  # one that has no tokenizer cannot misread a prompt
+        # A worker without a tokenizer cannot misinterpret a prompt.
+        if all(digests) and digests[0] != digests[1]:
             return (
                 f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's "
                 f"{digests[1]}"
@@ -59,19 +60,19 @@ class ModelLimits:
         # Without a tokenizer a worker does not know its end token, and has no grammar that needs
         # it.
         knows_fewer = not digests[0] and digests[1] and set(ends[0]) <= set(ends[1])
-        if (
-            ends[0] and ends[0] != ends[1] and not knows_fewer
-        ):  # releases before this field send none
-            return (
-                f"it ends answers elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
-            )
+        # Releases before this field send none.
+        if ends[0] and ends[0] != ends[1] and not knows_fewer:
+            return f"it ends responses elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
         return ""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The facts, and the tokeniser if the model directory has one. `grammars` is None where
-    structured output cannot be offered. `notices`: what an operator has to know."""
+    """The served model's limits, and its tokenizer if the model directory has one.
+
+    `grammars` is None if structured output is not available. `notices` are messages for the
+    operator.
+    """
 
     facts: ModelLimits
     tokeniser: Tokeniser | None
@@ -86,8 +87,10 @@ def load_served_model(
     own_sampling: bool = True,
     user_control_tokens: UserControlTokens = UserControlTokens.TOKENS,
 ) -> ServedModel:
-    """Read `config.json`, `generation_config.json` and the tokenizer files. The name defaults to
-    the directory's. Without `own_sampling` the model's own sampling is left out of account.
+    """Load `config.json`, `generation_config.json` and the tokenizer files.
+
+    The name defaults to the directory's. Without `own_sampling` the model's sampling defaults are
+    ignored.
 
     Raises:
         ConfigError: `config.json` is missing or lacks a needed number, or another file cannot be

@@ -1,9 +1,9 @@
-"""The bytes that each token of a tokenizer adds to a text.
+"""Bytes that each token of a tokenizer adds to a text.
 
-Most tokenizers decode token by token: byte-level BPE (GPT-2, Llama 3, Qwen) spells bytes as
-printable characters, and SentencePiece models (Llama 2, Mistral, Gemma) spell spaces as a bar and
-missing characters as byte tokens. For these the text of any sequence is the UTF-8 decoding of its
-tokens' bytes joined, apart from spaces at its very beginning.
+Most tokenizers decode token by token. Byte-level BPE (GPT-2, Llama 3, Qwen) spells bytes as
+printable characters. SentencePiece models (Llama 2, Mistral, Gemma) spell spaces as a bar and
+missing characters as byte tokens. For these the text of a sequence is the UTF-8 decoding of its
+tokens' bytes joined, except for spaces at its very beginning.
 """
 
 import json
@@ -19,11 +19,13 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStart:
-    """What a decoder still drops at the beginning of one text: a number of spaces, or all spaces of
-    the first token."""
+    """State of what a decoder still drops at the beginning of one text.
+
+    That is a number of spaces, or all spaces of the first token.
+    """
 
     def __init__(self, character: bytes = b" ", num_dropped: int | None = 0) -> None:
-        """`num_dropped` is the most that is dropped; None: each one of the first token."""
+        """`num_dropped` is the maximum number dropped; None: all of the first token."""
         self._character = character
         self._left = num_dropped
 
@@ -32,7 +34,7 @@ class TextStart:
         return self._left == 0
 
     def cut(self, data: bytes) -> bytes:
-        """Return the bytes of the next token without what is dropped of them."""
+        """Return the bytes of the next token after dropping."""
         if self._left is None:
             data = data.replace(self._character, b"")
             self._left = 0
@@ -46,8 +48,7 @@ class TextStart:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a decoder writes one token, and what it drops at the beginning of a text (see
-    `TextStart`)."""
+    """How a decoder writes one token, and what it drops at the beginning of a text (`TextStart`)."""
 
     steps: tuple[_Step, ...]
     character: bytes = b" "
@@ -63,7 +64,7 @@ class Spelling:
 
 
 class TokenBytes:
-    """The bytes of every token of one tokenizer. Shared by all requests, filled as ids are seen."""
+    """Bytes of every token of one tokenizer. Shared by all requests; filled as ids occur."""
 
     def __init__(self, tokenizer: Tokenizer, spelling: Spelling) -> None:
         self._tokenizer = tokenizer
@@ -71,8 +72,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = dict.fromkeys(special_ids(tokenizer), b"")
 
     def of(self, token_id: int) -> bytes:
-        """Return its bytes: none for special tokens and for ids that the tokenizer does not
-        know."""
+        """Return the bytes of a token; empty for special tokens and unknown ids."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._spelling.bytes_of(
@@ -81,7 +81,7 @@ class TokenBytes:
         return known
 
     def text_start(self) -> TextStart:
-        """Return what is dropped at the beginning of a new text."""
+        """Return the state of dropping for a new text."""
         return TextStart(self._spelling.character, self._spelling.num_dropped)
 
 
@@ -95,8 +95,9 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
-    """Return the tokens' bytes; None for a tokenizer whose decoder has to see more than one token
-    at a time."""
+    """Return the tokens' bytes; None if the tokenizer's decoder needs more than one token at a
+    time.
+    """
     if tokenizer.decoder is None:
         return None
     decoder = json.loads(tokenizer.decoder.__getstate__())
@@ -105,8 +106,7 @@ def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def _spelling_of(decoders: Sequence[Mapping[str, Any]]) -> Spelling | None:
-    """Return how a sequence of decoders spells; None where one of them is none of those that work
-    token by token."""
+    """Return the spelling of a sequence of decoders; None if one does not work token by token."""
     spelling, is_fused = Spelling(()), False
     for decoder in decoders:
         match decoder:
@@ -127,7 +127,7 @@ def _spelling_of(decoders: Sequence[Mapping[str, Any]]) -> Spelling | None:
 
 
 def _steps_of(decoder: Mapping[str, Any]) -> tuple[_Step, ...] | None:
-    """Return what a decoder does to a single token; None for decoders that are not known."""
+    """Return the effect of a decoder on a single token; None for unknown decoders."""
     match decoder:
         case {"type": "Metaspace", "replacement": bar}:
             return (_replacing(bar, " "),)
@@ -145,14 +145,17 @@ def _replacing(pattern: str, content: str) -> _Step:
 
 
 def _byte_token(token: str) -> str | bytes:
-    """Return the byte of a token like <0xE2>, and other tokens as they are."""
+    """Return the byte of a token like <0xE2>, and other tokens unchanged."""
     matched = _BYTE_TOKEN.fullmatch(token)
     return token if matched is None else bytes.fromhex(matched[1])
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE stands for: printable Latin-1 bytes are
-    written as themselves, the others as code points from 256 upwards in byte order."""
+    """Return the byte of each character of the byte-level BPE alphabet.
+
+    Printable Latin-1 bytes are written as themselves, the others as code points from 256 upwards in
+    byte order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -167,4 +170,4 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:
-        return token.encode()  # an added token outside the alphabet stands for itself
+        return token.encode()  # an added token outside the alphabet is spelled as itself

@@ -1,8 +1,7 @@
-"""Text and chat to token ids, from the files a model directory carries.
+"""Tokenization of text and chats with the files of a model directory.
 
-`tokenizer.json` is required for text; chat templates come from `chat_template.jinja`,
-`tokenizer_config.json` or `chat_template.json`. A directory without a tokenizer serves token ids
-only.
+`tokenizer.json` is required for text. Chat templates come from `chat_template.jinja`,
+`tokenizer_config.json` or `chat_template.json`. A model without a tokenizer serves token ids only.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from runtime.model_files.config import read_if_there
 from runtime.model_files.tokenizer_files import find_tokenizer
 
-# Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all
+# Longer texts are encoded on a thread, so that one long prompt does not delay the tokens of all
 # requests.
 INLINE_CHARACTERS = 4096
 
@@ -35,7 +34,7 @@ class Tokeniser:
         chat_template: ChatTemplate | None,
         control_tokens: ControlTokens | None = None,
     ) -> None:
-        """With `control_tokens` those in a conversation's texts are encoded as text."""
+        """With `control_tokens`, control tokens in a conversation's texts are encoded as text."""
         self.tokenizer = tokenizer
         self._control_tokens = control_tokens
         self.chat_template = chat_template
@@ -47,23 +46,25 @@ class Tokeniser:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest entry of the vocabulary: a text of n times as many needs at
-        least n tokens."""
+        """Return the number of characters of the longest vocabulary entry.
+
+        A text of n times as many characters needs at least n tokens.
+        """
         return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of an entry of the vocabulary, "" if there is no such entry."""
+        """Return the text of a vocabulary entry, "" if there is no such entry."""
         return self.tokenizer.id_to_token(token_id) or ""
 
     async def encode_text(self, text: str) -> list[int]:
-        """The ids of `text`, with the special tokens the tokenizer puts around a text."""
+        """Return the ids of `text`, including the special tokens that the tokenizer adds."""
         return await self._off_loop(len(text), lambda: self._encode(text, special=True))
 
     async def encode_chat(self, chat: Chat) -> list[int]:
         """Return the ids of a conversation; the template writes all special tokens itself.
 
         Raises:
-            InvalidRequestError: the model has no chat template, or it refuses these messages.
+            InvalidRequestError: the model has no chat template, or it rejects these messages.
         """
         if self.chat_template is None:
             raise InvalidRequestError(FieldViolation("chat", "the model has no chat template"))
@@ -76,8 +77,8 @@ class Tokeniser:
         return self._control_tokens.encode(template.render(self._control_tokens.mark(chat)))
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        # As a batch of one, because `encode` keeps the interpreter to itself while it works, on
-        # whatever thread.
+        # `encode_batch` releases the interpreter lock while it works; `encode` does not, on any
+        # thread.
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
         token_ids: list[int] = encoding.ids
         return token_ids
@@ -89,20 +90,20 @@ class Tokeniser:
 def load_tokeniser(
     model_dir: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
 ) -> Tokeniser | None:
-    """Return the tokenizer of a model directory; None if it has none
+    """Load the tokenizer of a model directory; None if it has none
     (`runtime.model_files.tokenizer_files`).
 
     Raises:
-        ConfigError: a file is there but cannot be used.
+        ConfigError: a file exists but cannot be used.
     """
     path = find_tokenizer(model_dir)
     if path is None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # what the library raises has no narrower type
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
-    # Served prompts are neither cut nor padded, whatever the file was saved with.
+    # Served prompts are neither truncated nor padded, whatever the file specifies.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     template = _load_chat_template(model_dir)
@@ -112,8 +113,7 @@ def load_tokeniser(
 
 
 def _load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Return the model's templates, found as transformers does: a file of its own beats the
-    tokenizer's settings."""
+    """Load the model's templates in the order of transformers: separate files override the config."""
     config = read_if_there(model_dir / "tokenizer_config.json")
     sources = _named_templates(config.get("chat_template"), "tokenizer_config.json")
     if not sources:
@@ -133,8 +133,11 @@ def _load_chat_template(model_dir: Path) -> ChatTemplate | None:
 
 
 def _named_templates(given: object, file: str) -> dict[str, str]:
-    """Return the templates of a file by name, none where it has none. Raises ConfigError for
-    anything else."""
+    """Return the templates of a file by name.
+
+    Raises:
+        ConfigError: the value is neither a text nor a list of named texts.
+    """
     match given:
         case None:
             return {}
@@ -161,8 +164,10 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and the like, written as a text or as an object with `content`;
-    older folders have them in a file of their own."""
+    """Return bos_token, eos_token and the like, given as a text or as an object with `content`.
+
+    Older model directories have them in a separate file.
+    """
     tokens = {}
     for name, value in {**read_if_there(model_dir / "special_tokens_map.json"), **config}.items():
         text = value.get("content") if isinstance(value, dict) else value

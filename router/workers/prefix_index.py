@@ -77,15 +77,15 @@ class IndexListener(Protocol):
     """Observer of the combined prefix caches of a router's workers."""
 
     def placed(self, prompt: RoutedPrompt, page_size: int, compatibility: str) -> None:
-        """Called when a prompt was given to a worker with blocks of `page_size` tokens."""
+        """Handle a prompt given to a worker with blocks of `page_size` tokens."""
         ...
 
     def stored(self, name: bytes) -> None:
-        """Called when a first worker has this resume point."""
+        """Handle a resume point that a first worker has stored."""
         ...
 
     def removed(self, name: bytes) -> None:
-        """Called when no worker has this resume point any more."""
+        """Handle a resume point that no worker has any more."""
         ...
 
 

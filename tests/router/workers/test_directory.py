@@ -393,7 +393,7 @@ async def test_a_worker_that_ends_answers_elsewhere_is_refused(
     assert known.prefill.is_usable == accepted
     if not accepted:
         assert known.prefill.problem == (
-            f"it ends answers elsewhere: its eos_token_id are {list(theirs)}, the "
+            f"it ends responses elsewhere: its eos_token_id are {list(theirs)}, the "
             f"router's {list(ours)}"
         )
 
