@@ -440,7 +440,7 @@ WORDS = [
     (PREFIX, "must begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
     (
         "docs/parallel.md",
-        "Where it would get a megabyte or more",
+        "If a rank would receive a megabyte or more",
         "models/blocks/linear.py:SHARED_OUT_BYTES",
         MIB,
     ),
