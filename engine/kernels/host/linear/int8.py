@@ -1,19 +1,21 @@
-"""Products in eight bits: rows of weights, and of x when it comes, are codes of a byte, with a
-scale for each segment.
+"""8-bit products: rows of weights and of x are int8 codes with a scale for each segment.
 
-A segment (`packing.Segments`; eighths, as ranks divide sums) of a row has the scale s = highest /
-127, highest being the largest of its magnitudes, and a value's code is the nearest integer to value
-* (127 / highest), of two the even one; of a segment whose highest is below 2^-100 all codes are 0.
-  What is not a number, or not finite, makes the scale
-NaN. A row of weights that was read from codes of a byte or less, times one scale, keeps both: s is
-that scale and a code the nearest integer to value / s, which is the one that was read, since bf16
-moves 128 s by a quarter of s at most. A segment's part of an output is
+x is converted when it is multiplied. A segment (`packing.Segments`; eighths, as ranks divide sums)
+of a row has the scale s = highest / 127, where highest is its largest magnitude. A value's code is
+value * (127 / highest) rounded to the nearest integer, ties to even. If highest is below 2^-100,
+all codes are 0. NaN and infinite values make the scale NaN.
 
-    ((sum over k of x_code * w_code) * s_w) * s_x,
+A row of weights that was loaded from codes of a byte or less, times one scale, keeps both. Then s
+is that scale and a code is value / s rounded to the nearest integer. This is the loaded code, since
+bf16 changes 128 s by at most a quarter of s.
 
-of whole numbers, so exact, and then two roundings in fp32: the same bits from every instruction
-that multiplies bytes. Such instructions take one factor without a sign: weights are kept as code +
-128, and from a sum is taken 128 times the sum of x's codes, its offset.
+A segment's part of an output is
+
+    ((sum over k of x_code * w_code) * s_w) * s_x.
+
+The sum is of integers, so exact, and two fp32 roundings follow. The bits are the same for every
+instruction that multiplies bytes. Such instructions have one unsigned factor: weights are stored as
+code + 128, and the offset, 128 times the sum of x's codes, is subtracted from the sum.
 """
 
 from functools import cache
@@ -49,14 +51,15 @@ from engine.kernels.host.linear.packing import SEGMENTS, Segments, pack
 
 SCALE_BYTES = 4 * SEGMENTS  # of a row
 _HIGHEST_CODE = np.float32(127.0)
+# The bits of 2^-100, and of infinity; the bits of NaN are above.
 _LEAST_BITS, _NO_NUMBER_BITS = (
     27 << 23,
     255 << 23,
-)  # of 2^-100; of infinity, above which are the NaNs
-_SIGN_BIT = 0x80  # of a code: with it changed it is code + 128
+)
+_SIGN_BIT = 0x80  # flipping it in a code gives code + 128
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _ROUNDER, _ROUNDER_BITS = np.float32(12582912.0), np.int32(0x4B400000)  # see `functions.py`
-_ROWS_AT_ONCE = 256  # of a weight: what lies beside its final form is small
+_ROWS_AT_ONCE = 256  # rows of a weight; bounds the memory besides the final form
 
 _ARGUMENTS = record(
     "num_terms",
@@ -73,8 +76,11 @@ _ARGUMENTS = record(
 
 
 class CodedRows(NamedTuple):
-    """codes: [M, segments * filled terms of one] int8; scales: [M, segments] fp32; offsets: [M,
-    segments] int32."""
+    """Coded rows of x.
+
+    codes is [M, segments * filled terms per segment] int8; scales is [M, segments] fp32; offsets is
+    [M, segments] int32.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -82,16 +88,21 @@ class CodedRows(NamedTuple):
 
 
 class CodedBlocks(NamedTuple):
-    """blocks: as `packing.pack` has them, of code + 128; scales: [ceil(N/16), segments, 16]
-    fp32."""
+    """Coded weights.
+
+    blocks has the layout of `packing.pack`, with code + 128; scales is [ceil(N/16), segments, 16]
+    fp32.
+    """
 
     blocks: Tensor
     scales: Tensor
 
 
 def coded(x: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None) -> CodedRows:
-    """x: [M, K] bf16 or fp32, with K the segments' terms. row_scales: [M] fp32, of rows that keep
-    theirs; 0 of others."""
+    """Code the rows of x [M, K], bf16 or fp32, where K is the number of the segments' terms.
+
+    row_scales is [M] fp32: the scales of rows that keep theirs, 0 for others.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, filled = len(x), segments.steps * segments.step_terms
     rows = CodedRows(
@@ -120,12 +131,15 @@ def coded(x: Tensor, segments: Segments, team: Team, row_scales: Tensor | None =
 def coded_blocks(
     weight: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None
 ) -> CodedBlocks:
-    """weight: [N, K] bf16 or fp32, with K the segments' terms. row_scales: [N], see `coded`."""
+    """Code and pack weight [N, K], bf16 or fp32, where K is the number of the segments' terms.
+
+    row_scales is [N], as in `coded`.
+    """
     num_blocks, num_steps = -(-len(weight) // LANES), segments.count * segments.steps
     packed = CodedBlocks(
         torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES)
     )
-    # Four codes are moved as one number of 32 bits.
+    # Four codes are moved as one 32-bit number.
     words = Segments(num_steps, torch.float32, 1, segments.count, segment_terms=segments.steps)
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -159,7 +173,7 @@ def compiled_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _take_rows(pointer, stored):
-    """One thread's part: a row at a time, until none are left."""
+    """Run one thread: code one row at a time until no items are left."""
     a = carray(pointer, 1)[0]
     while True:
         row = count_up(pointer, NEXT)
@@ -194,7 +208,10 @@ def _take_rows(pointer, stored):
 
 @njit(**STRICT_PART)
 def _scale_and_factor(highest, kept):
-    """Of a segment, by the bits of its largest magnitude and the scale that its row keeps, or 0."""
+    """Return the scale and the factor of a segment.
+
+    They follow from the bits of its largest magnitude and the scale that its row keeps, or 0.
+    """
     if highest >= _NO_NUMBER_BITS:
         return np.float32(np.nan), np.float32(0)
     if highest < _LEAST_BITS:
@@ -205,8 +222,11 @@ def _scale_and_factor(highest, kept):
 
 
 def restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
-    """For a product's kernel: a segment's sums of `rows` rows and `num_blocks` blocks become fp32,
-    where its terms are bytes. scales: the address of the first block's."""
+    """Convert a segment's sums of `rows` rows and `num_blocks` blocks to fp32 if its terms are
+    bytes.
+
+    It is part of a product's kernel. `scales` is the address of the first block's scales.
+    """
     raise NotImplementedError("for compiled code only")
 
 
@@ -232,7 +252,7 @@ def _restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
 
 @intrinsic
 def _restore_block(typing, sums, offset, scale, scales):
-    """16 columns of one row, in place."""
+    """Convert 16 columns of one row in place."""
 
     def generate(context, b, signature, arguments):
         sums, offset, scale, scales = arguments

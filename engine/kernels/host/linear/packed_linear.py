@@ -1,18 +1,18 @@
-"""Products with packed weights on the host: one kernel for every number of rows, with an order of
-sums of its own.
+"""Products with packed weights on the host: one kernel for every number of rows, with a defined
+order of sums.
 
 Every output element is eight sums over eighths of K, added in a binary tree,
-((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An eighth is ceil(P/8) of the P pairs of terms of K, and what
-is left of them at the end. Processes that hold 4, 2 or 1 of the eighths each keep the order by
-adding their parts as the tree does. In what order a sum goes through its terms is the CPU's class
-of arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has tiles (`tiles.py`).
+((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An eighth is ceil(P/8) of the P pairs of terms of K; the last
+ones have the rest. Processes that hold 4, 2 or 1 of the eighths each keep the order by adding their
+parts as the tree does. The order of terms within a sum depends on the CPU's class of arithmetic:
+one after the other (`dot.py`), or for bf16 in groups of 32 if the CPU has tiles (`tiles.py`).
 
-What follows the product is done before it is rounded, once: bias, silu(gate) * up of two products,
-a residual. An element's bits depend on its row of x and of the residual and on its column of the
-weights, on nothing else.
+Operations after the product are done before its single rounding: bias, silu(gate) * up of two
+products, a residual. An element's bits depend on its row of x and of the residual and on its column
+of the weights, and on nothing else.
 
-Weights kept in eight bits multiply rows of x of which each eighth has been made codes of eight
-bits, too; the rest is the same (`eight_bits.py`).
+8-bit weights multiply rows of x whose eighths are converted to 8-bit codes as well; the rest is the
+same (`int8.py`).
 """
 
 from array import array
@@ -42,30 +42,39 @@ from engine.kernels.host.linear.packing import SEGMENTS, Segments, arranged, pac
 from engine.kernels.host.tokens.row_ops import apart, rows_for_product
 from runtime.errors import InternalError
 
-REVISION = 6  # of sums and roundings: another number, other bits
+REVISION = 6  # increment it if sums or roundings change, because then bits change
 
 _GROUP_BLOCKS = 4
-_CHUNK_ROWS = (
-    48  # rows that share a pass over a segment of the weights while that is in the nearest cache
-)
-_CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's own cache
+# Rows that share a pass over a segment of the weights while it is in the nearest cache.
+_CHUNK_ROWS = 48
+_CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's private cache
 _ITEMS_PER_THREAD = 4
-_STEP_BYTES = 4  # of a row of x
-_SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's own cache while the weights go by
+_STEP_BYTES = 4  # bytes of a row of x
+_SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's private cache while the weights pass
 
 
 def arithmetic_class() -> str:
-    """Processes that give the same one here give the same bits from the same weights and inputs."""
+    """Return the class of arithmetic.
+
+    Processes of one class compute the same bits from the same weights and inputs.
+    """
     return f"{REVISION}-{instructions()}"
 
 
 class PackedWeight:
-    """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks`
-    (`packing.pack`). `bias`: one value for each of the N or H * N outputs, or None. With a part of
-    the terms of a longer sum, `num_segments` of its eighths (4, 2 or 1), which have `segment_terms`
-    terms each, the result is the subtree over these eighths. `in_bytes`: keep a single matrix as
-    codes of eight bits, with the rows' own scales where `row_scales` [N] has them (0: it has
-    not)."""
+    """A packed weight, copied from `weight` [N, K] or [H, N, K], bf16 or fp32 on the host.
+
+    Attributes:
+        blocks: the packed weight (`packing.pack`).
+        bias: one value for each of the N or H * N outputs, or None.
+
+    Args:
+        num_segments: the number of eighths (4, 2 or 1) if the terms are a part of a longer sum. The
+            result is then the subtree over these eighths.
+        segment_terms: the number of terms of such an eighth.
+        in_bytes: store a single matrix as 8-bit codes.
+        row_scales: [N], the rows' own scales for `in_bytes`; 0 for rows without one.
+    """
 
     def __init__(
         self,
@@ -97,23 +106,28 @@ class PackedWeight:
     def multiply(
         self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """x W^T + bias + residual. x: [M, K] in the weight's dtype; residual: [M, N] likewise.
-        Returns [M, N] in `out_dtype`: the weight's, unless it is fp32. With H matrices x is [M, H,
-        K], of which matrix h multiplies x[:, h], and residual and result are [M, H * N]."""
+        """Compute x W^T + bias + residual.
+
+        x is [M, K] and residual [M, N], in the weight's dtype. The result is [M, N] in `out_dtype`:
+        the weight's dtype (the default) or fp32. With H matrices x is [M, H, K], and matrix h
+        multiplies x[:, h]; residual and result are [M, H * N].
+        """
         return self._launch(x, None, residual, out_dtype or self.dtype)
 
     def multiply_gated(self, x: Tensor, up: "PackedWeight") -> Tensor:
-        """silu(x W^T + bias) * (x U^T + bias of U), for U of the same shape. Returns [M, N] in the
-        weight's dtype."""
+        """Compute silu(x W^T + bias) * (x U^T + bias of U) for `up`, U, of the same shape.
+
+        The result is [M, N] in the weight's dtype.
+        """
         if (up.shape, up.segments) != (self.shape, self.segments):
             raise InternalError(f"gate {self.shape} {self.dtype} beside up {up.shape} {up.dtype}")
         return self._launch(x, up, None, self.dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of a single matrix as they were before packing. indices: [T] int64. Returns [T, K].
+        """Return rows of a single matrix as they were before packing, [T, K]; indices is [T] int64.
 
         Raises:
-            InternalError: they are kept in eight bits, and are no longer there.
+            InternalError: the weights are stored in eight bits, so the original rows are lost.
         """
         if self.segments.in_bytes:
             raise InternalError("rows of weights in eight bits")
@@ -133,7 +147,7 @@ class PackedWeight:
             )
         if out_dtype not in (self.dtype, torch.float32):
             raise InternalError(f"results in {out_dtype} of weights in {self.dtype}")
-        # What is gated goes on to a product.
+        # A gated result is the input of a product.
         out = (
             torch.empty(num_rows, count * columns, dtype=out_dtype)
             if up is None
@@ -192,14 +206,18 @@ class PackedWeight:
 
 
 class PackedGroup:
-    """Matrices of one shape without biases, of which each multiplies rows of its own (experts), in
-    one launch."""
+    """Matrices of one shape without biases (experts), computed in one launch.
+
+    Each matrix multiplies its own rows.
+    """
 
     def __init__(
         self, weights: Sequence[PackedWeight], ups: Sequence[PackedWeight], team: Team
     ) -> None:
-        """`ups`: for each of the weights W one U of its shape, for silu(x W^T) * (x U^T); or
-        none."""
+        """Group the weights.
+
+        `ups` has for each weight W one U of its shape, for silu(x W^T) * (x U^T), or is empty.
+        """
         self._first = weights[0]
         if {(weight.shape, weight.segments) for weight in (*weights, *ups)} != {
             (self._first.shape, self._first.segments)
@@ -208,14 +226,16 @@ class PackedGroup:
         if any(weight.bias is not None for weight in (*weights, *ups)):
             raise InternalError("the matrices of a group have no biases")
         self._team = team
-        self._kept = *weights, *ups  # the kernel has their addresses only
+        self._kept = *weights, *ups  # the kernel has only their addresses
         self._addresses = [(weight.addresses[0], weight.addresses[2]) for weight in weights]
         self._ups = [(up.addresses[0], up.addresses[2]) for up in ups] or [(0, 0)] * len(weights)
 
     def multiply(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """x: [M, K]; counts[i] of its rows, which follow those of i - 1, are the i-th matrix's.
-        Returns [M, N] in the weights' dtype, each row with the bits that its matrix alone would
-        give it."""
+        """Multiply x [M, K]; the i-th matrix multiplies the i-th run of counts[i] rows.
+
+        The result is [M, N] in the weights' dtype. Each row has the bits of a product with its
+        matrix alone.
+        """
         first, num_rows = self._first, len(x)
         _, columns, terms = first.shape
         if x.dtype is not first.dtype or x.shape[1] != terms or sum(counts) != num_rows:
@@ -279,8 +299,7 @@ class PackedGroup:
 
 
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
-    """x as weights in these segments multiply it; where that is as codes, with what belongs to
-    them."""
+    """Return x in the form for weights in these segments, and its codes if they are 8-bit."""
     if not segments.in_bytes:
         lies_so = segments.are_whole and x.stride(-1) == 1
         return x if lies_so else arranged(x, segments, team), None
@@ -297,11 +316,11 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class _Work(NamedTuple):
-    """How a product is shared out."""
+    """The division of a product into items."""
 
     num_items: int
-    scratch_bytes: int  # of a thread: the layout of tiles, then sums
-    fields: tuple[int, ...]  # of the record, up to `num_groups`
+    scratch_bytes: int  # bytes of a thread: the configuration of tiles, then sums
+    fields: tuple[int, ...]  # fields of the record, up to `num_groups`
 
 
 @lru_cache(maxsize=4096)
@@ -313,8 +332,11 @@ def _share_out(
     num_threads: int,
     segments: Segments,
 ) -> _Work:
-    """Items are groups of blocks, for all rows where that gives every thread some, else for shares
-    of them."""
+    """Divide a product into groups of blocks.
+
+    An item includes all rows if that gives every thread some items; otherwise the rows are divided
+    as well.
+    """
     tile_rows, tile_blocks, chunk_rows, copy_row_bytes = TILE_ROWS, _GROUP_BLOCKS, _CHUNK_ROWS, 0
     if segments.multiple > 1:
         tile_rows = chunk_rows = amx.MAX_ROWS
@@ -353,8 +375,10 @@ def _share_out(
 
 
 def _copy_row_bytes(segments: Segments) -> int:
-    """Of rows that are copied: an odd number of lines, so that all rows' numbers of one step fit
-    into a cache."""
+    """Return the bytes of a copied row.
+
+    It is an odd number of lines, so that the data of all rows in one step fits into a cache.
+    """
     return (
         -(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1
     ) * BLOCK_STEP_BYTES
@@ -364,8 +388,10 @@ def _copy_row_bytes(segments: Segments) -> int:
 def _share_out_tiles(
     num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int
 ) -> _Work:
-    """The same for many rows and tiles: a share of x stays in a core's own cache while all groups
-    go by."""
+    """Divide a product for many rows and tiles.
+
+    A share of x stays in a core's private cache while all groups pass.
+    """
     num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // _CHUNK_TILE_ROWS)
     wanted = max(
         -(-_ITEMS_PER_THREAD * num_threads // num_groups), -(-num_rows * row_bytes // _SHARE_BYTES)

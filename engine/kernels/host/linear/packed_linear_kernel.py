@@ -1,5 +1,7 @@
-"""The compiled part of a product with packed weights (`product.py` says what it computes and in
-which order)."""
+"""The compiled part of a product with packed weights.
+
+`packed_linear.py` defines the result and the order of sums.
+"""
 
 from functools import cache
 
@@ -51,15 +53,15 @@ from engine.kernels.host.codegen.tiles import (
 from engine.kernels.host.linear import int8
 from engine.kernels.host.linear.int8 import restore
 
-# Of a matrix that has rows of its own: its address, the second's, the first row, their number, both
-# matrices' scales.
+# Fields of a matrix with its own rows: its address, the second matrix's address, the first row, the
+# number of rows, and both matrices' scales.
 SHARE_FIELDS = 6
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
-# A few rows take one block after the other, so that the weights are one stream: it comes faster
-# than four do.
+# A few rows use one block after the other, so that the weights are one memory stream, which is
+# faster than four.
 STREAM_ROWS = 16 if has_wide_vectors() else TILE_ROWS
-_STEP_BYTES = 4  # of a row of x
-_STREAM_AHEAD_BYTES = 8192  # at least; whole segments
+_STEP_BYTES = 4  # bytes of a row of x
+_STREAM_AHEAD_BYTES = 8192  # minimum, rounded up to whole segments
 
 _ARGUMENTS = record(
     "tile_rows",
@@ -99,22 +101,26 @@ _ARGUMENTS = record(
 
 
 def instructions() -> str:
-    """Which products of the CPU a bf16 sum is made of."""
+    """Return the kind of instruction that computes bf16 products."""
     if has_tiles():
         return "tiles"
     return "pairs" if has_pair_products() else "widened"
 
 
 def streams(dtype: torch.dtype) -> bool:
-    """Whether products of a few rows take one block at a time: not where it widens what is read of
-    x."""
+    """Return whether products of a few rows use one block at a time.
+
+    They do not if values of x must be widened.
+    """
     return has_wide_vectors() and (dtype is torch.float32 or has_pair_products())
 
 
 @cache
 def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
-    """The kernel for weights and x of this type, or both `in_bytes`. Results are of this type or
-    fp32."""
+    """Compile the kernel for weights and x of this dtype, or both `in_bytes`.
+
+    Results have this dtype or fp32.
+    """
     stored = STORED_AS[dtype]
     terms = np.int8 if in_bytes else stored
 
@@ -142,7 +148,9 @@ _wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(S
 
 @njit(**STRICT_PART)
 def _take_items(pointer, stored, terms):
-    """One thread's part: some blocks of columns for some rows at a time, until none are left."""
+    """Run one thread: multiply some rows by some blocks of columns at a time until no items are
+    left.
+    """
     a = carray(pointer, 1)[0]
     layout, shaped_rows, copied = take_seat(pointer), 0, -1
     carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
@@ -235,8 +243,11 @@ def _take_items(pointer, stored, terms):
 def _multiply_group(
     a, x, x_row, first_row, rows, w, scales, num_blocks, following, sums_at, panel, terms
 ):
-    """`rows` rows, of which x is the first, times `num_blocks` blocks. `following`: how many blocks
-    behind these begin that this thread multiplies next, as far as it can know."""
+    """Multiply `rows` rows from x on by `num_blocks` blocks.
+
+    `following` is the distance in blocks from the first of these to the blocks that this thread
+    probably multiplies next.
+    """
     for block in range(0, num_blocks, a.tile_blocks):
         end = min(block + a.tile_blocks, num_blocks)
         skipped = (end if end < num_blocks else following) - block - 1
@@ -260,9 +271,12 @@ def _multiply_group(
 def _multiply(
     a, x, x_row, first_row, rows, w, skipped_bytes, scales, num_blocks, sums_at, panel, terms
 ):
-    """The same for blocks that one tile takes. A segment of the weights serves all rows, while each
-    tile of them fetches its part of a later segment: memory is as busy in the last of them as in
-    the first. `skipped_bytes`: from the end of the first block to what is multiplied next."""
+    """Multiply rows by blocks that one tile covers.
+
+    A segment of the weights serves all rows, while each tile of rows prefetches its part of a later
+    segment. So memory is equally busy in the first and in the last tile. `skipped_bytes` is the
+    distance from the end of the first block to the data multiplied next.
+    """
     sum_row, segment_bytes = a.group_blocks * BLOCK_STEP_BYTES, a.segment_steps * BLOCK_STEP_BYTES
     own, third = sums_at, sums_at + a.tile_rows * sum_row
     second = third + a.chunk_rows * sum_row
@@ -321,7 +335,7 @@ def _multiply(
 
 @njit(**STRICT_PART)
 def _join(a, rows, num_blocks, num_earlier, out, second, third, sum_tree):
-    """`sums.join`, all rows at once where nothing of other blocks stands between them."""
+    """Run `sum_tree.join`, for all rows at once if the rows' sums are contiguous."""
     if num_blocks == a.group_blocks:
         join(num_earlier, out, second, third, sum_tree, rows * num_blocks)
     else:
@@ -334,7 +348,7 @@ def _join(a, rows, num_blocks, num_earlier, out, second, third, sum_tree):
 def _multiply_tile(
     a, rows, x, x_row, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms
 ):
-    """One segment's sums of one tile of rows, and where tiles join them the earlier ones."""
+    """Compute one segment's sums of a tile of rows, and add the earlier sums if tiles do that."""
     block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
     while block + _TILE_BLOCKS <= num_blocks:
         at = block * BLOCK_STEP_BYTES
@@ -378,7 +392,10 @@ def _multiply_tile(
 
 @njit(**STRICT_PART)
 def _copy_rows(x, x_row, copy, copy_row, num_rows, num_words):
-    """Rows that lie a power of two apart would share few sets of the nearest cache."""
+    """Copy rows to another distance.
+
+    Rows that are a power of two apart would share few sets of the nearest cache.
+    """
     for row in range(num_rows):
         words, copies = (
             pointer_to(x + row * x_row, np.uint32),
@@ -390,8 +407,10 @@ def _copy_rows(x, x_row, copy, copy_row, num_rows, num_words):
 
 @njit(**STRICT_PART)
 def _claim(out, rows, row_bytes, width):
-    """The lines of the result into the cache while products are computed: the loads behind a store
-    that waits for its line would wait, too."""
+    """Prefetch the lines of the result while products are computed.
+
+    Otherwise a store would wait for its line, and the loads after it would wait as well.
+    """
     for row in range(rows):
         for offset in range(0, width, BLOCK_STEP_BYTES):
             fetch_for_writing(out + row * row_bytes + offset)
@@ -399,7 +418,7 @@ def _claim(out, rows, row_bytes, width):
 
 @njit(**STRICT_PART)
 def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
-    """What follows the sums, by pointers: of such loops LLVM makes vectors."""
+    """Apply the operations after the sums; through pointers, so that LLVM vectorizes the loops."""
     sum_row = a.group_blocks * BLOCK_STEP_BYTES
     totals_at = sums_at + (a.tile_rows + 2 * a.chunk_rows) * sum_row
     for r in range(rows):
@@ -410,7 +429,7 @@ def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
             ups = floats(totals_at + (a.chunk_rows + r) * sum_row)
             if a.bias_up:
                 _add(ups, floats(a.bias_up + 4 * column), num_columns)
-            if size_of(stored) == 2:  # is rounded to bf16
+            if size_of(stored) == 2:  # the result is rounded to bf16
                 open_row(
                     totals_at + r * sum_row, totals_at + (a.chunk_rows + r) * sum_row, num_columns
                 )

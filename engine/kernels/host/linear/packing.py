@@ -1,6 +1,9 @@
-"""Weights as the products of the host read them: 16 rows' values side by side, so that one load is
-16 columns of y, in eight segments of k of one length, or in fewer where a process holds a part of k
-only; and rows of x that meet them."""
+"""Layout of weights and of rows of x for the products of the host.
+
+The values of 16 rows of weights are interleaved, so that one load is 16 columns of y. They are
+divided into eight segments of k of equal length, or fewer if a process holds only a part of k. Rows
+of x have the same segments.
+"""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,18 +52,17 @@ _ROWS = record(
     "num_rows", "num_terms", "row_stride", "num_segments", "own_terms", "filled_terms", "x", "out"
 )
 _ITEM_ROWS = 16
-_WORD_BYTES = 4  # what one step takes of a row: two terms of bf16 or one of fp32
+_WORD_BYTES = 4  # bytes of a row per step: two terms of bf16 or one of fp32
 
 
 @dataclass(frozen=True)
 class Segments:
-    """How `num_terms` terms of a sum lie in `count` segments: eight, unless they are a part of a
-    longer sum.
+    """The division of `num_terms` terms of a sum into `count` segments: eight, or fewer of a longer
+    sum.
 
-    A segment has `segment_terms` terms, else an eighth of a sum of which `count` segments are an
-    equal part; the last ones have what is left. It is filled up with zeros to a multiple of
-    `multiple` steps. `in_bytes`: the terms of such a segment, kept in eight bits each
-    (`eight_bits.py`).
+    A segment has `segment_terms` terms. By default it is an eighth of a sum of which the `count`
+    segments are an equal part; the last segments have the rest. It is padded with zeros to a
+    multiple of `multiple` steps. With `in_bytes` terms are stored in eight bits each (`int8.py`).
     """
 
     num_terms: int
@@ -76,7 +78,7 @@ class Segments:
 
     @cached_property
     def own_terms(self) -> int:
-        """Of a segment, without what fills it up."""
+        """Return the number of terms of a segment without padding."""
         if self.segment_terms is not None:
             return self.segment_terms
         return eighth(self.num_terms * SEGMENTS // self.count)
@@ -87,34 +89,36 @@ class Segments:
 
     @cached_property
     def steps(self) -> int:
-        """Of a segment."""
+        """Return the number of steps of a segment."""
         return -(-self.own_steps // self.multiple) * self.multiple
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of 16 rows of the weights."""
+        """Return the bytes of 16 rows of the weights."""
         return self.count * self.steps * BLOCK_STEP_BYTES
 
     @cached_property
     def are_whole(self) -> bool:
-        """Whether nothing fills them up."""
+        """Return whether the segments have no padding."""
         return self.num_terms == self.count * self.steps * self.step_terms
 
     @cached_property
     def terms(self) -> int:
-        """Of a segment, with what fills it up."""
+        """Return the number of terms of a segment with padding."""
         return self.steps * self.step_terms
 
     def restored(self, x: Tensor) -> Tensor:
-        """[..., num_terms] of what `arranged` returns."""
+        """Return [..., num_terms] without padding, the inverse of `arranged`."""
         cut = x.view(*x.shape[:-1], self.count, self.terms)[..., : self.own_terms]
         return cut.flatten(-2)[..., : self.num_terms]
 
 
 def arranged(x: Tensor, segments: Segments, team: Team) -> Tensor:
-    """x [..., K], bf16 or fp32, with K the segments' terms, as [..., count * terms of a segment],
-    side by side: a view where it lies so already, else with zeros for what fills the segments
-    up."""
+    """Return x [..., K], bf16 or fp32, in segments, as [..., count * terms of a segment].
+
+    K is the number of the segments' terms. The result is a view if it needs no padding, otherwise a
+    copy padded with zeros.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     if segments.are_whole:
         return x
@@ -152,7 +156,7 @@ def arranges_for(dtype: torch.dtype):
 
 @njit(**PART)
 def _arrange_rows(pointer, stored):
-    """One thread's part: a few rows at a time, until none is left."""
+    """Run one thread: arrange a few rows at a time until no items are left."""
     a = carray(pointer, 1)[0]
     size = size_of(stored)
     while True:
@@ -175,9 +179,12 @@ def _arrange_rows(pointer, stored):
 
 
 def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
-    """weight [H, N, K], bf16 or fp32, on the host, with K the segments' terms. Returns [H,
-    ceil(N/16), S, 16, 2] bf16 or [H, ceil(N/16), S, 16] fp32 for the S steps of all segments, in
-    which what the weight does not fill is 0."""
+    """Pack weight [H, N, K], bf16 or fp32, on the host, where K is the number of the segments'
+    terms.
+
+    The result is [H, ceil(N/16), S, 16, 2] bf16 or [H, ceil(N/16), S, 16] fp32 for the S steps of
+    all segments, padded with zeros.
+    """
     num_matrices, num_rows, num_terms = weight.shape
     odd = num_terms % segments.step_terms
     source = F.pad(weight, (0, odd)) if odd else weight
@@ -219,11 +226,11 @@ def compiled():
 
 @njit(**PART)
 def _take_blocks(pointer):
-    """One thread's part: 16 rows at a time, until none are left."""
+    """Run one thread: pack 16 rows at a time until no items are left."""
     a = carray(pointer, 1)[0]
     weight = pointer_to(a.weight, np.uint32)
     rows_at = take_seat(pointer)
-    addresses = carray(pointer_to(rows_at, np.int64), LANES)  # of 16 rows' first words
+    addresses = carray(pointer_to(rows_at, np.int64), LANES)  # addresses of 16 rows' first words
     for lane in range(LANES):
         addresses[lane] = a.weight + lane * a.row_words * _WORD_BYTES
     while True:
@@ -245,8 +252,10 @@ def _take_blocks(pointer):
 
 @njit(**PART)
 def _turn(weight, rows_at, first, row_words, words, count, out_at, steps):
-    """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words
-    at a time."""
+    """Transpose `words` words of `count` rows, one row per lane, padded with zeros.
+
+    16 rows are processed by 16 words at a time.
+    """
     whole = words - words % LANES if count == LANES else 0
     for word in range(0, whole, LANES):
         turn(

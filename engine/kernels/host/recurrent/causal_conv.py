@@ -1,8 +1,8 @@
-"""Depthwise causal convolution and SiLU on the host, with the last inputs of each row kept in its
-slot.
+"""Depthwise causal convolution and SiLU on the host.
 
-Sums of kernel-many products in fp32, the oldest input first, each product rounded: an output's bits
-depend on its own inputs and on nothing else, drawn or read in a chunk of any length.
+The last inputs of each row are kept in its slot. A result is an fp32 sum of one product per tap,
+the oldest input first, each product rounded. An output's bits depend on its own inputs and on
+nothing else, in decoding or in a chunk of any length.
 """
 
 from functools import cache
@@ -68,9 +68,11 @@ _BLOCK = 256  # channels of an item
 
 
 def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team: Team) -> Tensor:
-    """x: [T, C], channels side by side; taps: [K, C] fp32, the oldest input's first; pool:
-    [num_slots, K - 1, C], whose slots of the rows get the rows' last inputs. x and pool bf16 or
-    fp32, of one type. Returns [T, C] of the same."""
+    """Convolve x [T, C], store the rows' last inputs in their slots and return [T, C].
+
+    Channels of x are contiguous. taps is [K, C] fp32, the oldest input's first; pool is [num_slots,
+    K - 1, C]. x, pool and the result have one dtype, bf16 or fp32.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)
     kernel, channels = taps.shape
     launch(
@@ -122,10 +124,12 @@ def causal_conv_of_trees(
     kept: Tensor,
     team: Team,
 ) -> Tensor:
-    """`causal_conv` of T nodes, each behind inputs of its own: histories [T, K - 1] int64 says
-    where they are in [R * (K - 1) old ones, T new ones], the old ones those in the rows' slots.
-    kept: [N, K - 1, C] of the pool's type, whose records targets [T] int64 get each node's last
-    inputs."""
+    """Convolve T nodes of trees, each with its own preceding inputs.
+
+    histories [T, K - 1] int64 are the places of these in [R * (K - 1) old ones, T new ones]; the
+    old ones are in the rows' slots. kept is [N, K - 1, C] of the pool's dtype; its record
+    targets[t] ([T] int64) gets the last inputs of node t.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)
     kernel, channels = taps.shape
     launch_integers(
@@ -174,7 +178,7 @@ def trees_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _take_nodes(pointer, stored):
-    """One thread's part: some channels of a node at a time, until none is left."""
+    """Run one thread: process some channels of a node at a time until no items are left."""
     a = carray(pointer, 1)[0]
     targets = integers(a.targets)
     total_at = take_seat(pointer)
@@ -188,7 +192,7 @@ def _take_nodes(pointer, stored):
         width = min(_BLOCK, a.channels - first)
         for place in range(a.kernel - 1):
             _recall_input(a, node, place, first, width, old_at, stored)
-        # As a row whose only new token is the node.
+        # Like a row whose only new token is the node.
         _convolve(a, node, node, first, width, old_at, total_at, stored)
         kept_at = a.kept + (targets[node] * (a.kernel - 1) * a.channels + first) * size
         _keep(a, kept_at, old_at, node, node + 1, first, width, stored)
@@ -197,7 +201,7 @@ def _take_nodes(pointer, stored):
 
 @njit(**STRICT_PART)
 def _recall_input(a, node, place, first, width, old_at, stored):
-    """One of the inputs before a node as fp32; 0 where its row starts, whatever the slot holds."""
+    """Load one of the inputs before a node as fp32; 0 if its row is new, whatever the slot holds."""
     slots, is_new, size, length = (
         integers(a.slots),
         integers(a.is_new),
@@ -218,7 +222,7 @@ def _recall_input(a, node, place, first, width, old_at, stored):
 
 @njit(**STRICT_PART)
 def _take_channels(pointer, stored):
-    """One thread's part: some channels of a row at a time, until none is left."""
+    """Run one thread: process some channels of a row at a time until no items are left."""
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
     total_at = take_seat(pointer)
@@ -241,8 +245,7 @@ def _take_channels(pointer, stored):
 
 @njit(**STRICT_PART)
 def _recall(a, state_at, old_at, is_new, width, stored):
-    """The row's last inputs before its new ones, as fp32; 0 where it starts, whatever the slot
-    holds."""
+    """Load the row's last earlier inputs as fp32; 0 if the row is new, whatever the slot holds."""
     for place in range(a.kernel - 1):
         state = pointer_to(state_at + place * a.channels * size_of(stored), stored)
         old = floats(old_at + place * _BLOCK * 4)
@@ -252,7 +255,7 @@ def _recall(a, state_at, old_at, is_new, width, stored):
 
 @njit(**STRICT_PART)
 def _convolve(a, token, start, first, width, old_at, total_at, stored):
-    """One token's channels first .. first + width - 1."""
+    """Convolve one token's channels first .. first + width - 1."""
     clear(total_at, width)
     for tap in range(a.kernel):
         source, taps = token - (a.kernel - 1) + tap, floats(a.taps + (tap * a.channels + first) * 4)
@@ -276,7 +279,7 @@ def _convolve(a, token, start, first, width, old_at, total_at, stored):
 
 @njit(**STRICT_PART)
 def _keep(a, state_at, old_at, start, end, first, width, stored):
-    """The row's last inputs, in its slot."""
+    """Store the row's last inputs in its slot."""
     for place in range(a.kernel - 1):
         source = end - (a.kernel - 1) + place
         state = pointer_to(state_at + place * a.channels * size_of(stored), stored)

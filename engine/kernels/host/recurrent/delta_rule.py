@@ -1,14 +1,14 @@
-"""The gated delta rule on the host in its two forms, on states where they lie: fp32 [num_records,
-Hv, dk, dv].
+"""Both forms of the gated delta rule on the host, with states in place: fp32 [num_records, Hv, dk,
+dv].
 
-The formulas are those of `engine/backends/gated_delta.py`, each value head by itself. All sums are
-in the order of tokens or of channels, so an output's bits depend on its own row's tokens up to it:
-in the one-step form on the state before and the token, in the chunked form on the 64-token grid
-that the row started from.
+The formulas are those of `engine/backends/gated_delta.py`, for each value head separately. All sums
+are in the order of tokens or of channels, so an output's bits depend on its own row's tokens up to
+it. In the one-step form these are the previous state and the token. In the chunked form they are
+the chunks on the 64-token grid from the row's start.
 
-A decay for each key channel cannot leave the sum over channels, and e^G_i times e^-G_j overflows.
-So the chunked form keeps every earlier key of the chunk as far as it has decayed: each token takes
-its own decay off all of them.
+A decay per key channel cannot be factored out of the sum over channels, and e^G_i times e^-G_j
+overflows. So the chunked form keeps every earlier key of the chunk in its decayed form: each token
+multiplies all of them by its own decay.
 """
 
 import math
@@ -80,15 +80,18 @@ _ARGUMENTS = record(
     "kept",
     "out",
 )
-_LINE = CHUNK * 4  # bytes of a number for each token of a chunk
+_LINE = CHUNK * 4  # bytes of one number for each token of a chunk
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What T tokens bring. q, k: [T, Hk, dk]; v: [T, Hv, dv]; bf16 or fp32, of one type, dense
-    within a token. g: [T, Hv], or [T, Hv, dk] for a decay of each key channel; beta: [T, Hv]; fp32,
-    contiguous. q and k as the convolution gave them."""
+    """Inputs of T tokens.
+
+    q and k are [T, Hk, dk] and v is [T, Hv, dv], of one dtype, bf16 or fp32, dense within a token.
+    g is [T, Hv], or [T, Hv, dk] for a decay per key channel; beta is [T, Hv]; both are fp32 and
+    contiguous. q and k are the outputs of the convolution.
+    """
 
     q: Tensor
     k: Tensor
@@ -105,8 +108,11 @@ def delta_steps(
     kept: Tensor,
     team: Team,
 ) -> Tensor:
-    """The one-step form. Rows' states are in `pool`; those after each token go to `kept`, which may
-    be the pool. Returns [T, Hv, dv] fp32."""
+    """Run the one-step form and return [T, Hv, dv] fp32.
+
+    Rows' states are in `pool`. The states after each token are written to `kept`, which may be the
+    pool.
+    """
     key_dim, value_dim = pool.shape[2:]
     return _run(
         steps_for(inputs.v.dtype),
@@ -122,8 +128,10 @@ def delta_steps(
 
 
 def delta_chunks(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team) -> Tensor:
-    """The chunked form over rows that start on the 64-token grid; states in `pool` advance to the
-    rows' ends. Returns [T, Hv, dv] fp32."""
+    """Run the chunked form over rows that start on the 64-token grid and return [T, Hv, dv] fp32.
+
+    States in `pool` advance to the rows' ends.
+    """
     key_dim, value_dim = pool.shape[2:]
     return _run(
         chunks_for(inputs.v.dtype),
@@ -145,7 +153,7 @@ def _run(
     scratch_floats: int,
     **others: Tensor,
 ) -> Tensor:
-    """Launch with what both forms take, and `others`. Returns the output."""
+    """Launch with the arguments of both forms and `others`; return the output."""
     out = torch.empty(inputs.v.shape, dtype=torch.float32)
     q, k, v = inputs.q, inputs.k, inputs.v
     _, num_heads, key_dim, value_dim = pool.shape
@@ -216,9 +224,12 @@ def chunks_for(dtype: torch.dtype):
 
 
 def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
-    """f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns of a state: S
-    [count, dv], whose rows lie `row` bytes apart, k, q [count], v, out [groups * lanes]; gates:
-    beta, then e^g, of each row of S with `by_channel`."""
+    """Return f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns of a
+    state.
+
+    The state S is [count, dv], with rows `row` bytes apart; k and q are [count]; v and out are
+    [groups * lanes]. gates has beta, then e^g; with `by_channel` one e^g for each row of S.
+    """
 
     def write_step(builder, state, target, row, count, k, q, v, out, gates) -> None:
         lines, each = Lines(builder, lanes), range(groups)
@@ -260,7 +271,7 @@ def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
 
 
 def _whole_step(*, by_channel: bool) -> Routine:
-    """A `_state_step` of `width` columns, some after the others: f(state, ..., gates, width)."""
+    """Return f(state, ..., gates, width), a `_state_step` of `width` columns."""
     steps = [
         (groups * lanes, _state_step(groups, lanes, by_channel=by_channel))
         for groups, lanes in ((4, LANES), (1, LANES), (1, 1))
@@ -287,20 +298,22 @@ _STEP, _STEP_BY_CHANNEL = _whole_step(by_channel=False), _whole_step(by_channel=
 
 @intrinsic
 def _advance(typing, state, target, row, count, k, q, v, out, gates, width):
-    """The state at `state` [count, width] after a token is written to `target`; see
-    `_state_step`."""
+    """Write the state after a token to `target`; the state before is at `state` [count, width].
+
+    See `_state_step`.
+    """
     return _STEP.typed()
 
 
 @intrinsic
 def _advance_by_channel(typing, state, target, row, count, k, q, v, out, gates, width):
-    """Likewise with a decay for each row of the state."""
+    """Write the state after a token, with a decay for each row of the state."""
     return _STEP_BY_CHANNEL.typed()
 
 
 @njit(**STRICT_PART)
 def _take_steps(pointer, stored):
-    """One thread's part: a value head of a row at a time, all its tokens, until none is left."""
+    """Run one thread: process all tokens of a row's value head at a time until no items are left."""
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
     parents, targets = integers(a.parents), integers(a.targets)
@@ -359,7 +372,7 @@ def _take_steps(pointer, stored):
 
 @njit(**STRICT_PART)
 def _read_decays(a, place, out_at):
-    """e^g of a token and value head, the `place`-th of all."""
+    """Compute e^g for a token and value head, the `place`-th of all."""
     logs, decays = floats(a.g + place * a.num_decays * 4), floats(out_at)
     for channel in range(a.num_decays):
         decays[channel] = exp(logs[channel])
@@ -367,8 +380,10 @@ def _read_decays(a, place, out_at):
 
 @njit(**STRICT_PART)
 def _read_token(a, token, head, k_at, q_at, v_at, stored):
-    """A token's k and q at unit length, q also by dk^-0.5, and its v; of one value head, as
-    fp32."""
+    """Load a token's k and q at unit length, and its v, of one value head as fp32.
+
+    q is also multiplied by dk^-0.5.
+    """
     size, shrunk = size_of(stored), np.float32(1) / np.sqrt(np.float32(a.key_dim))
     shared = head // a.share * a.key_dim * size
     for turn in range(2):
@@ -386,7 +401,7 @@ def _read_token(a, token, head, k_at, q_at, v_at, stored):
 
 @njit(**STRICT_PART)
 def _to_unit(x, out, width, scale):
-    """Eight sums of squares, each of every eighth number."""
+    """Scale a vector to unit length, with eight sums of squares, each of every eighth number."""
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
     for channel in range(width):
         out[channel] = wide(x[channel])
@@ -406,7 +421,7 @@ def _to_unit(x, out, width, scale):
 
 @njit(**STRICT_PART)
 def _take_chunks(pointer, stored):
-    """One thread's part: a value head of a row at a time, chunk after chunk, until none is left."""
+    """Run one thread: process the chunks of a row's value head in order until no items are left."""
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
     seat = take_seat(pointer)
@@ -425,7 +440,7 @@ def _take_chunks(pointer, stored):
 
 @njit(**STRICT_PART)
 def _chunk(a, first, count, head, state, seat, stored):
-    """`count` tokens from `first` on; the state at `state` before them becomes that after them."""
+    """Process `count` tokens from `first` on and advance the state at `state`."""
     key_dim, value_dim, key_row, value_row = a.key_dim, a.value_dim, a.key_dim * 4, a.value_dim * 4
     k_at = seat
     q_at = k_at + CHUNK * key_row
@@ -444,7 +459,7 @@ def _chunk(a, first, count, head, state, seat, stored):
         _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at)
     else:
         _decay_by_channel(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at)
-    # V - e^G K S, then all is multiplied by beta.
+    # V - e^G K S; then the result is multiplied by beta.
     beta, left = floats(a.beta + 4 * own), floats(left_at)
     add_product(k_at, key_row, 4, state, value_row, u_at, value_row, count, value_dim, key_dim)
     for i in range(count):
@@ -461,9 +476,12 @@ def _chunk(a, first, count, head, state, seat, stored):
 
 @njit(**STRICT_PART)
 def _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at):
-    """From k and q at unit length: the system -beta e^(G_i - G_j) k_i k_j and the scores e^(G_i -
-    G_j) q_i k_j, of j <= i; then k and q become -e^G k and e^G q, `turned` has e^(G_last - G_j) k_j
-    by channel, and `left` e^G_last for each channel."""
+    """Compute the products of a chunk with one decay per head.
+
+    k and q have unit length. The system is -beta e^(G_i - G_j) k_i k_j and the scores are e^(G_i -
+    G_j) q_i k_j, for j <= i. Then k and q become -e^G k and e^G q, `turned` gets e^(G_last - G_j)
+    k_j by channel, and `left` e^G_last for each channel.
+    """
     key_dim, key_row, decays_at = a.key_dim, a.key_dim * 4, left_at + a.key_dim * 4
     k, turned, left, decays = floats(k_at), floats(turned_at), floats(left_at), floats(decays_at)
     for i in range(count):
@@ -490,7 +508,7 @@ def _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, l
 
 @njit(**STRICT_PART)
 def _decay_by_channel(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at):
-    """The same with a decay of each channel: token after token, each fading the keys before it."""
+    """Compute the same with a decay per channel: each token in turn decays the keys before it."""
     key_dim, decays_at = a.key_dim, left_at + a.key_dim * 4
     left, decays, beta = floats(left_at), floats(decays_at), floats(a.beta + 4 * own)
     for channel in range(key_dim):
@@ -552,16 +570,20 @@ _FADE = Routine("fade", 8, _write_fading)
 
 @intrinsic
 def _fade(typing, faded, count, own, decays, k, q, system, scores):
-    """A token with `decays`, k and q [count] fades 16 earlier keys, of which `faded` has a line for
-    each channel, or joins them as the `own`-th. Their products with its k and q go to `system` and
-    `scores` [16]."""
+    """Decay 16 earlier keys by a token's `decays`, or add the token as the `own`-th key.
+
+    `faded` has a line for each channel; k and q are [count]. The products of the keys with the
+    token's k and q are written to `system` and `scores` [16].
+    """
     return _FADE.typed()
 
 
 @njit(**STRICT_PART)
 def _find_decays(a, own, count, decays, before, after):
-    """e^(G_i - G_j), and behind these 64 x 64 numbers e^G_i and e^(G_last - G_i). Those with j > i
-    mean nothing."""
+    """Compute e^(G_i - G_j), and after these 64 x 64 numbers e^G_i and e^(G_last - G_i).
+
+    The numbers with j > i are meaningless.
+    """
     g, running = floats(a.g + 4 * own), np.float32(0)
     for i in range(count):
         running += g[i * a.num_heads]
@@ -572,13 +594,15 @@ def _find_decays(a, own, count, decays, before, after):
             decays[i * CHUNK + j] = before[i] - before[j] if j <= i else np.float32(0)
     for place in range(count * CHUNK):
         decays[place] = exp(decays[place])
-    for i in range(2 * CHUNK):  # `after` lies behind `before`
+    for i in range(2 * CHUNK):  # `after` follows `before` in memory
         before[i] = exp(before[i])
 
 
 @njit(**STRICT_PART)
 def _lower_scores(rows_at, row, turned_at, out_at, count, key_dim):
-    """Products of each of `count` tokens with the tokens up to it, and with some behind it."""
+    """Compute the products of each of `count` tokens with the tokens up to it, and with some later
+    ones.
+    """
     for first in range(0, count, LANES):
         num_rows, width, at = min(LANES, count - first), first + LANES, out_at + first * _LINE
         clear(at, num_rows * CHUNK)

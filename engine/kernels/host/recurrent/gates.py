@@ -1,8 +1,8 @@
-"""What stands between the products of a recurrent or gated layer, each in one pass over the tokens
-where they lie: decay and write strength of the delta rule, the gated norm of its output, the gate
-of attention's.
+"""Operations between the products of a recurrent or gated layer.
 
-Every element takes the same operations in the same order, whatever stands beside it.
+They are the decay and write strength of the delta rule, the gated norm of its output, and the gate
+of attention's output. Each is one pass over the tokens in place. Every element has the same
+operations in the same order, whatever its neighbors.
 """
 
 from functools import cache
@@ -65,10 +65,10 @@ _ITEM_TOKENS = 4
 def delta_gates(
     step: Tensor, write: Tensor, rates: Tensor, offsets: Tensor, team: Team
 ) -> tuple[Tensor, Tensor]:
-    """Log decays rates * softplus(step + offsets), and write strengths sigmoid(write).
+    """Compute log decays rates * softplus(step + offsets) and write strengths sigmoid(write).
 
-    step: [T, H * w]; write: [T, H]; each dense within a token, bf16 or fp32, of one type; rates:
-    [H]; offsets: [H * w]; fp32, dense. Returns [T, H * w] and [T, H] fp32.
+    step is [T, H * w] and write [T, H], each dense within a token, of one dtype, bf16 or fp32.
+    rates is [H] and offsets [H * w], fp32, dense. The results are [T, H * w] and [T, H] fp32.
     """
     num_tokens, num_heads = write.shape
     decay = torch.empty(step.shape, dtype=torch.float32)
@@ -114,7 +114,7 @@ def gates_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _gate_tokens(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     rates, offsets, count = floats(a.rates), floats(a.offsets), a.num_heads * a.width
     while True:
@@ -142,10 +142,10 @@ def _gate_tokens(pointer, stored):
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, team: Team, *, is_silu: bool
 ) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) * act(gate), act being silu or else sigmoid, rounded once.
+    """Compute weight * x / sqrt(mean(x^2) + eps) * act(gate), rounded once.
 
-    x: [T, H, D] fp32, dense; gate: [T, H, D] bf16 or fp32, dense within a token; weight: [D] fp32,
-    dense. Returns [T, H, D] in gate's type.
+    act is silu or else sigmoid. x is [T, H, D] fp32, dense; gate is [T, H, D] bf16 or fp32, dense
+    within a token; weight is [D] fp32, dense. The result is [T, H, D] in gate's dtype.
     """
     out = torch.empty(x.shape, dtype=gate.dtype)
     num_tokens, num_heads, width = x.shape
@@ -189,7 +189,7 @@ def norm_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _norm_tokens(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     weight, size = floats(a.weight), size_of(stored)
     while True:
@@ -226,7 +226,7 @@ def _norm_head(a, x, gate, weight, out, stored):
 
 @njit(**STRICT_PART)
 def _sum_of_squares(x, width):
-    """Eight sums, each of every eighth number."""
+    """Return the sum of eight partial sums, each of every eighth number."""
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
     whole = width // 8 * 8
     for at in range(0, whole, 8):
@@ -240,8 +240,11 @@ def _sum_of_squares(x, width):
 
 
 def gate_heads(x: Tensor, gate: Tensor, team: Team) -> Tensor:
-    """x * sigmoid(gate), the second rounded before the product. x: [T, N], dense; gate: [T, N],
-    dense within a token; bf16 or fp32, of one type. Returns [T, N] of it."""
+    """Compute x * sigmoid(gate), with the sigmoid rounded before the product.
+
+    x is [T, N], dense; gate is [T, N], dense within a token; both have one dtype, bf16 or fp32. The
+    result is [T, N] of it.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)
     launch_integers(
         heads_for(x.dtype),
@@ -272,7 +275,7 @@ def heads_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _gate_heads(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     size = size_of(stored)
     while True:

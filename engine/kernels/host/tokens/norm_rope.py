@@ -1,9 +1,8 @@
-"""Root-mean-square norms and rotary embedding on the host, each in one pass over the tokens, where
-torch makes seven and four, the table of a rotation, for which it makes eight, and keys and values
-into their pages, for which it makes two.
+"""Root-mean-square norms, rotary embedding, and the storage of keys and values, on the host.
 
-What a norm makes of a row depends on the row alone, what a rotation makes of an element on its pair
-and its angle alone.
+Each is one pass over the tokens. torch needs seven passes for a norm, four for a rotation, eight
+for the table of a rotation, and two for storing keys and values. A norm's result depends on its row
+alone. A rotated element depends on its pair and its angle alone.
 """
 
 from functools import cache
@@ -87,9 +86,13 @@ _PARTS = (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
-    """x: [T, heads, D] or [T, D], dense within a token; weight: [D] or [heads, D], dense; each bf16
-    or fp32. With `rounds_first` the unit row is rounded to x's type before it is multiplied, else
-    after only. Returns a new tensor in x's shape and type, dense within a token."""
+    """Normalize x [T, heads, D] or [T, D], dense within a token, and return the same shape and
+    dtype.
+
+    weight is [D] or [heads, D], dense. Each is bf16 or fp32. With `rounds_first` the unit row is
+    also rounded to x's dtype before the multiplication. The result is a new tensor, dense within a
+    token.
+    """
     out = (
         torch.empty(x.shape, dtype=x.dtype)
         if x.dim() == 3
@@ -109,7 +112,7 @@ def norm_and_rotate(
     *,
     rounds_first: bool,
 ) -> Tensor:
-    """`rotate_halves` of `rms_norm` of x [T, heads, D], with the same bits; in one pass."""
+    """Compute `rotate_halves` of `rms_norm` of x [T, heads, D] in one pass, with the same bits."""
     out = torch.empty(x.shape, dtype=x.dtype)
     _launch_norm(
         x,
@@ -126,8 +129,10 @@ def norm_and_rotate(
 def add_and_norm(
     x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """x + other, both [T, D] of one type, rounded once, and `rms_norm` of that. Returns new tensors
-    like x."""
+    """Return x + other, both [T, D] of one dtype, rounded once, and its `rms_norm`.
+
+    The results are new tensors like x.
+    """
     sums, out = (
         torch.empty(x.shape, dtype=x.dtype),
         rows_for_product(x.shape[0], x.shape[1], x.dtype),
@@ -155,8 +160,11 @@ def _launch_norm(
     *,
     rounds_first: bool,
 ) -> None:
-    """`added`: the other's stride and address, and the sums'. `turned`: how many pairs, and the
-    table's addresses."""
+    """Launch the norm.
+
+    `added` is the other's stride and address and the sums' address. `turned` is the number of pairs
+    and the addresses of the table.
+    """
     num_tokens, width = x.shape[0], x.shape[-1]
     launch_integers(
         norm_for(x.dtype, weight.dtype, rounds_first),
@@ -183,8 +191,7 @@ def _launch_norm(
 def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
     stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
 
-    # By names of the module: a function in a closure would be part of the name that numba keeps
-    # code under.
+    # Functions have module-level names: a function in a closure would be part of numba's cache key.
     if rounds_first:
 
         def work(pointer):
@@ -200,7 +207,7 @@ def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):
 
 @njit(**STRICT_PART)
 def _norm_tokens(pointer, stored, weighed, norm):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     size, weight_bytes = size_of(stored), a.width * size_of(weighed)
     eps = number_of(a.eps_bits)
@@ -227,8 +234,11 @@ def _norm_tokens(pointer, stored, weighed, norm):
 def rotary_table(
     positions: Tensor, frequencies: Tensor, amplitude: float, dtype: torch.dtype, team: Team
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions [T] int64 times frequencies [half] fp32, times the amplitude: [T, 1,
-    half] each, bf16 or fp32. An angle is rounded to fp32, as torch does it."""
+    """Return cos and sin of positions times frequencies, times the amplitude, [T, 1, half] each.
+
+    positions is [T] int64; frequencies is [half] fp32; the results are bf16 or fp32. An angle is
+    rounded to fp32, as in torch.
+    """
     shape = len(positions), 1, len(frequencies)
     cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
@@ -268,7 +278,7 @@ def tables_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _fill_tables(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     positions = carray(pointer_to(a.positions, np.int64), a.num_tokens)
     frequencies = carray(pointer_to(a.frequencies, np.float32), a.half)
@@ -288,10 +298,10 @@ def _fill_tables(pointer, stored):
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, team: Team) -> Tensor:
-    """Pairs (i, i + half) of the first 2 * half channels turned, the rest kept.
+    """Rotate the pairs (i, i + half) of the first 2 * half channels and copy the rest.
 
-    x: [T, heads, D] bf16 or fp32, dense within a token; cos, sin: [T, 1, half] in x's type, dense.
-    Returns a new tensor in x's shape and type.
+    x is [T, heads, D] bf16 or fp32, dense within a token; cos and sin are [T, 1, half] in x's
+    dtype, dense. The result is a new tensor in x's shape and dtype.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     if not len(x):
@@ -325,7 +335,7 @@ def rotation_for(dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _rotate_tokens(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     size = size_of(stored)
     while True:
@@ -344,12 +354,13 @@ def _rotate_tokens(pointer, stored):
 def write_tokens(
     k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team
 ) -> None:
-    """Copy k and v [T, heads, D], dense within a token, to pages [P, 2 (k, v), heads, page_size,
-    D], dense, all of one type, bf16 or fp32: token t to page write_pages[t] at write_offsets[t],
-    both [T] int64.
+    """Copy k and v [T, heads, D] to pages [P, 2 (k, v), heads, page_size, D].
+
+    Token t is stored in page write_pages[t] at write_offsets[t], both [T] int64. k and v are dense
+    within a token, pages is dense, and all have one dtype, bf16 or fp32.
 
     Raises:
-        InternalError: shapes that do not belong together.
+        InternalError: the shapes do not match.
     """
     num_tokens, num_heads, width = k.shape
     if (v.shape, pages.shape[2], pages.shape[4], *write_pages.shape, *write_offsets.shape) != (
@@ -398,7 +409,7 @@ def writes_for(dtype: torch.dtype):
 
 @njit(**PART)
 def _write_tokens(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
+    """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
     size = size_of(stored)
     write_pages = carray(pointer_to(a.write_pages, np.int64), a.num_tokens)

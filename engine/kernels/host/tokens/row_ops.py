@@ -1,5 +1,7 @@
-"""Rows on the host: their sums and copies, how they lie, and states to where they stay. What stands
-between products of a step, and between two steps, as launches.
+"""Row operations on the host between products and between steps, as launches.
+
+They are sums, copies and gathers of rows, the distance of rows in memory, and moves of state
+records.
 """
 
 from collections.abc import Sequence
@@ -43,8 +45,11 @@ _BLOCK_VALUES = 64
 
 
 def add_rows(x: Tensor, y: Tensor, team: Team) -> Tensor:
-    """x + y, of one shape and type, bf16 or fp32, dense: in fp32 and rounded once, as torch does.
-    Returns a new tensor of the same."""
+    """Compute x + y in fp32 and round once, as torch does.
+
+    Both have one shape and dtype, bf16 or fp32, and are dense. The result is a new tensor of the
+    same.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)
     launch_integers(
         sum_for(x.dtype),
@@ -86,8 +91,10 @@ def _add_values(pointer, stored):
 
 
 def copy_rows(x: Tensor, team: Team, out: Tensor | None = None) -> Tensor:
-    """x: [T, ...] bf16 or fp32, each row dense. Returns a dense copy; or `out`, filled, of the same
-    shape with dense rows."""
+    """Copy x [T, ...] bf16 or fp32 with dense rows to a dense tensor, or to `out`.
+
+    `out` has the same shape and dense rows.
+    """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
     launch_integers(
@@ -100,26 +107,30 @@ def copy_rows(x: Tensor, team: Team, out: Tensor | None = None) -> Tensor:
 
 
 def rows_apart(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[M, K], not filled, of which rows lie an odd number of lines apart: those of a tile of the
-    matrix unit then share no sets of a core's nearest cache."""
+    """Allocate [M, K] with rows an odd number of lines apart, not initialized.
+
+    The rows of a tile of the matrix unit then share no sets of a core's nearest cache.
+    """
     of_line = LINE_BYTES // dtype.itemsize
     distance = (-(-width // of_line) | 1) * of_line
-    # What is behind them up to a multiple of a tile's rows is read, and of no use.
+    # Memory after the rows, up to a multiple of a tile's rows, is read and ignored.
     return torch.empty(-(-num_rows // TILE_ROWS) * TILE_ROWS, distance, dtype=dtype)[
         :num_rows, :width
     ]
 
 
 def rows_for_product(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[M, K], not filled, as a product would have it."""
+    """Allocate [M, K] with the row distance that is best for a product, not initialized."""
     if num_rows > MAX_ROWS and dtype is torch.bfloat16 and has_tiles():
         return rows_apart(num_rows, width, dtype)
     return torch.empty(num_rows, width, dtype=dtype)
 
 
 def apart(x: Tensor, team: Team) -> Tensor:
-    """x [M, K], bf16 or an even number of int8, dense rows, as `rows_apart` has it: the same where
-    it is so, or a copy."""
+    """Return x [M, K] with the row distance of `rows_apart`, copied if necessary.
+
+    x is bf16, or int8 with an even number of columns, with dense rows.
+    """
     distance, whole = x.stride(0), -(-len(x) // TILE_ROWS) * TILE_ROWS
     num_lines, rest = divmod(distance * x.itemsize, LINE_BYTES)
     last = (x.storage_offset() + whole * distance) * x.itemsize
@@ -135,7 +146,7 @@ def apart(x: Tensor, team: Team) -> Tensor:
 
 
 def join_rows(parts: Sequence[Tensor], team: Team) -> Tensor:
-    """torch.cat of [T, n] each along the last dimension; bf16 or fp32, each row dense."""
+    """Concatenate [T, n] tensors along the last dimension; bf16 or fp32, with dense rows."""
     out = torch.empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=parts[0].dtype)
     for part, columns in zip(
         parts, torch.split(out, [part.shape[1] for part in parts], 1), strict=True
@@ -158,7 +169,7 @@ def copies_for(dtype: torch.dtype):
 
 @njit(**PART)
 def _copy_rows(pointer, stored):
-    """One thread's part: a few rows at a time, until none is left."""
+    """Run one thread: copy a few rows at a time until no items are left."""
     a = carray(pointer, 1)[0]
     while True:
         item = count_up(pointer, NEXT)
@@ -173,10 +184,11 @@ def _copy_rows(pointer, stored):
 
 
 def gather_rows(table: Tensor, indices: Tensor, team: Team) -> Tensor:
-    """Rows `indices` [T] int64 of table [N, n], bf16 or fp32, dense within rows. Returns [T, n].
+    """Return the rows `indices` [T] int64 of table [N, n], bf16 or fp32, dense within rows, as [T,
+    n].
 
     Raises:
-        InternalError: a row that the table does not have.
+        InternalError: the table does not have a row.
     """
     out, indices = (
         torch.empty(len(indices), table.shape[1], dtype=table.dtype),
@@ -213,7 +225,7 @@ def gathers_for(dtype: torch.dtype):
 
 @njit(**PART)
 def _gather_rows(pointer, stored):
-    """One thread's part: a few rows at a time, until none is left, or one is not there."""
+    """Run one thread: copy a few rows at a time until no items are left or a row does not exist."""
     a = carray(pointer, 1)[0]
     indices = carray(pointer_to(a.indices, np.int64), a.num_rows)
     out = carray(pointer_to(a.out, stored), (a.num_rows, a.width))
@@ -233,8 +245,10 @@ def _gather_rows(pointer, stored):
 
 
 def largest_of_rows(x: Tensor, team: Team) -> Tensor:
-    """x: [T, n] fp32, dense. Returns [T] int64, the place of each row's largest value as
-    torch.argmax has it: the first of equal ones, and NaN above all."""
+    """Return the index of each row's largest value, [T] int64, as torch.argmax does.
+
+    x is [T, n] fp32, dense. Of equal values the first wins; NaN is larger than all numbers.
+    """
     out = torch.empty(len(x), dtype=torch.int64)
     launch_integers(maxima(), len(x), (len(x), x.shape[1], x.data_ptr(), out.data_ptr()), team)
     return out
@@ -250,7 +264,7 @@ def maxima():
 
 @njit(**STRICT_PART)
 def _find_largest(pointer):
-    """One thread's part: a row at a time, until none is left."""
+    """Run one thread: search one row at a time until no items are left."""
     a = carray(pointer, 1)[0]
     rows = carray(pointer_to(a.x, np.float32), (a.num_rows, a.width))
     out = carray(pointer_to(a.out, np.int64), a.num_rows)
@@ -264,7 +278,7 @@ def _find_largest(pointer):
 
 @njit(**STRICT_PART)
 def _place_of_largest(x):
-    """Blocks of values have their maxima at once; only a block with a greater one is searched."""
+    """Search only the blocks whose maximum exceeds the best value so far."""
     best, place = x[0], 0
     for first in range(0, len(x), _BLOCK_VALUES):
         block = x[first : first + _BLOCK_VALUES]
@@ -279,11 +293,10 @@ def _place_of_largest(x):
 
 
 class RecordMoves:
-    """Copies of records [N, ...] from tensors to others of the same records, in pairs; each
-    dense."""
+    """Copies of records [N, ...] between pairs of dense tensors with the same record shape."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Source and target of each pair; both are kept."""
+        """Create moves between the source and the target of each pair; both are kept alive."""
         self._pairs, self._team = tuple(pairs), Team()
         self._num_records = (
             min(len(source) for source, _ in pairs),
@@ -294,10 +307,10 @@ class RecordMoves:
         )
 
     def run(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy record a to record b of every pair, for each (a, b). No two have the same b.
+        """Copy record a to record b of every pair, for each (a, b). No two moves have the same b.
 
         Raises:
-            InternalError: a record that some of the tensors do not have.
+            InternalError: some of the tensors do not have a record.
         """
         for move in moves:
             if not all(
@@ -329,7 +342,7 @@ def moves_for():
 
 @njit(**PART)
 def _move_records(pointer):
-    """One thread's part: a record of a pair at a time, until none is left."""
+    """Run one thread: copy one record of a pair at a time until no items are left."""
     a = carray(pointer, 1)[0]
     pools = carray(pointer_to(a.pools, np.int64), (a.num_pools, _POOL_FIELDS))
     sources = carray(pointer_to(a.sources, np.int64), a.num_moves)

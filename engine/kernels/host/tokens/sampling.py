@@ -1,10 +1,10 @@
-"""Tokens drawn from rows of logits on the host, as `engine.sampling.sampler` defines it, in double
-precision: one row after the other, with memory of a thread's own.
+"""Sampling of tokens from rows of logits on the host, in double precision.
 
-Two things save most of the work. Each block of 64 logits has its highest one noted, so of all but a
-few blocks no more is looked at where few tokens may be drawn. And nothing is sorted: the least
-weight that passes a filter is found by halving, as bits of positive numbers are in the order of the
-numbers.
+The rules are those of `engine.sampling.sampler`. A thread processes one row after the other in its
+own memory. Two techniques save most of the work. The maximum of each block of 64 logits is
+recorded, so most blocks are skipped if few tokens can be sampled. Nothing is sorted: the least
+weight that passes a filter is found by bisection, because the bits of positive numbers are in the
+order of the numbers.
 """
 
 import math
@@ -37,26 +37,29 @@ Rule = tuple[float, float, float, float, float]
 RULE_FIELDS = 5
 _DRAWS = record("num_rows", "vocab_size", "itemsize", "logits", "rules", "tokens")
 _BLOCK = 64
-_SUM_BLOCK = 512  # weights that are added up before the draw looks among them
+# number of weights that are summed before the sampled token is searched among them
+_SUM_BLOCK = 512
 _ONE_BITS = 0x3FF0000000000000
 _EXPONENT_BIAS, _FRACTION_BITS = 1023, 52
 _FP32_BYTES = 4
-# Steps of `_weighed`: a search is compiled wherever it stands, so it stands once (2.8 s; three took
-# 5).
+# Steps of `_weighed`. A search is compiled at each call site, so there is only one (2.8 s; three
+# took 5 s).
 _BLOCKS, _TOP_K, _TOP_P, _MIN_P = range(4)
 _LOWEST = -708.0  # e^x counts as 0 below
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
-# Taylor's terms: for |r| <= ln(2) / 2 the first one left out is below 1e-17.
+# Taylor coefficients: for |r| <= ln(2) / 2 the first omitted term is below 1e-17.
 _T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = (
     1.0 / math.factorial(n) for n in range(2, 14)
 )
 
 
 def draw_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
-    """A token for each row of logits [R, vocab], fp32 or fp64, dense, by its rule; temperature 0
-    takes the first of the largest logits. NOT_HERE for a row without a largest finite logit, or
-    with NaN."""
+    """Sample a token for each row of logits [R, vocab], fp32 or fp64, dense, by its rule.
+
+    Temperature 0 selects the first of the largest logits. The result is NOT_HERE for a row with NaN
+    or without a finite maximum.
+    """
     (num_rows, vocab_size), table = logits.shape, torch.tensor(rules, dtype=torch.float64)
     tokens = torch.empty(num_rows, dtype=torch.int64)
     scratch_bytes = 8 * (3 * vocab_size + -(-vocab_size // _BLOCK))
@@ -87,7 +90,7 @@ def compiled():
 
 @njit(**PART)
 def _draw_rows(pointer):
-    """One thread's part: a row at a time, until none is left."""
+    """Run one thread: sample one row at a time until no items are left."""
     a = carray(pointer, 1)[0]
     room = take_seat(pointer)
     weights, logits = pointer_to(room, np.float64), pointer_to(room + 8 * a.vocab_size, np.float64)
@@ -118,7 +121,10 @@ def _copy(given, logits, vocab_size):
 
 @njit(**PART)
 def _draw(logits, vocab_size, rule, weights, ids, marks):
-    """weights, ids: room for as many as there are tokens; marks: for one of each block."""
+    """Sample one row.
+
+    weights and ids have space for one entry per token, marks for one per block.
+    """
     temperature, top_k, top_p, min_p, point = rule[0], int(rule[1]), rule[2], rule[3], rule[4]
     best = _mark_blocks(logits, vocab_size, marks)
     if not np.isfinite(best):
@@ -140,7 +146,10 @@ def _draw(logits, vocab_size, rule, weights, ids, marks):
 def _weighed(
     logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks
 ):
-    """Weights of what may be drawn, and unless that is all their ids. Returns how many."""
+    """Compute the weights of the tokens that can be sampled; return their number.
+
+    Their ids are stored as well, unless all tokens can be sampled.
+    """
     count, mass, least, above = vocab_size, 0.0, 0.0, 0.0
     for step in range(_BLOCKS, _BLOCKS + 1 if takes_all else _MIN_P + 1):
         if _searches(step, top_k, top_p, vocab_size):
@@ -159,7 +168,7 @@ def _weighed(
             count = _keep(
                 weights, ids, count, least, _num_equal(step, count, top_k, mass, least, above)
             )
-            mass = top_p * _sum(weights, 0, count)  # of what top-k left
+            mass = top_p * _sum(weights, 0, count)  # of the tokens that top-k left
             continue
         _weigh(logits, vocab_size, best, temperature, marks, least, weights)
         if not top_k:
@@ -172,8 +181,10 @@ def _weighed(
 
 @njit(**PART)
 def _searches(step, top_k, top_p, vocab_size):
-    """Whether a filter's least weight is to be found. Top-k passes no token of a block that is not
-    among so many best ones, if there are more."""
+    """Return whether the least weight of a filter must be searched.
+
+    Top-k passes no token outside the top_k best blocks, if there are more blocks.
+    """
     if step == _BLOCKS:
         return 0 < top_k < (vocab_size + _BLOCK - 1) // _BLOCK
     return (step == _TOP_K and top_k > 0) or (step == _TOP_P and top_p < 1)
@@ -181,14 +192,16 @@ def _searches(step, top_k, top_p, vocab_size):
 
 @njit(**PART)
 def _least_in_sight(total, top_p, min_p, vocab_size):
-    """No token that weighs less is drawn: all that do have no more than the share that top-p leaves
-    out."""
+    """Return a bound below which no token is sampled.
+
+    All tokens below it together have at most the share that top-p removes.
+    """
     return (1 - top_p) * total / vocab_size * (1 - 1e-9) if top_p < 1 else min_p
 
 
 @njit(**PART)
 def _num_equal(step, count, top_k, mass, least, above):
-    """How many of the least weight pass, with those above it."""
+    """Return how many tokens of the least weight pass, in addition to those above it."""
     if step == _TOP_K:
         return top_k - int(above)
     if step == _TOP_P and least > 0:
@@ -198,7 +211,7 @@ def _num_equal(step, count, top_k, mass, least, above):
 
 @njit(**PART)
 def _mark_blocks(logits, vocab_size, marks):
-    """The highest logit of each block, of which the highest is returned; NaN where there is one."""
+    """Store the maximum logit of each block; return the maximum, or NaN if any logit is NaN."""
     best, is_number = -np.inf, True
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
         first, highest = block * _BLOCK, -np.inf
@@ -226,7 +239,7 @@ def _first(logits, marks, best):
 
 @njit(**PART)
 def _exp(x):
-    """e^x for x <= 0, in double precision."""
+    """Return e^x for x <= 0 in double precision."""
     inside = max(x, _LOWEST)
     exponent = np.floor(inside * _LOG2_E + 0.5)
     r = (inside - exponent * _LN2_HIGH) - exponent * _LN2_LOW
@@ -242,7 +255,7 @@ def _exp(x):
 
 @njit(**PART)
 def _weigh(logits, vocab_size, best, temperature, marks, least, weights):
-    """Weights, 1 of the best, in all blocks that have one of `least` or more."""
+    """Compute weights relative to the best, in all blocks that have a weight of `least` or more."""
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
         if marks[block] >= least:
             for place in range(block * _BLOCK, min((block + 1) * _BLOCK, vocab_size)):
@@ -251,7 +264,7 @@ def _weigh(logits, vocab_size, best, temperature, marks, least, weights):
 
 @njit(**PART)
 def _pick(weights, vocab_size, marks, least, ids):
-    """Weights of `least` or more close up, with their ids, ascending. Returns how many."""
+    """Compact the weights of `least` or more, with their ids, ascending; return their number."""
     count = 0
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
         if marks[block] >= least:
@@ -264,8 +277,9 @@ def _pick(weights, vocab_size, marks, least, ids):
 
 @njit(**PART)
 def _keep(weights, ids, count, least, num_equal):
-    """Of weights with their ids those above `least`, and the first `num_equal` equal to it. Returns
-    how many."""
+    """Keep the weights above `least` and the first `num_equal` equal to it, with ids; return the
+    number.
+    """
     kept = 0
     for place in range(count):
         weight = weights[place]
@@ -278,9 +292,14 @@ def _keep(weights, ids, count, least, num_equal):
 
 @njit(**PART)
 def _least_of(weights, count, wanted, by_mass):
-    """The highest weight for which those of it or more are `wanted` (`by_mass` 0.0), or sum up to
-    that (1.0), or 0; and what those above it are or sum up to."""
-    low, high = 0, _ONE_BITS  # as bits: low is low enough, what is above high is not
+    """Return the highest weight at or above which there are `wanted` weights, and the amount above
+    it.
+
+    With `by_mass` 1.0 `wanted` is a sum of weights, with 0.0 a number. The result is 0 if there are
+    too few.
+    """
+    # as bits; low always satisfies the condition, and values above high do not
+    low, high = 0, _ONE_BITS
     while low < high:
         middle = low + (high - low + 1) // 2
         if _amount_above(weights, count, np.int64(middle - 1).view(np.float64), by_mass) >= wanted:
@@ -310,8 +329,10 @@ def _sum(weights, first, end):
 
 @njit(**PART)
 def _find(weights, count, point, sums):
-    """The first place up to which more than that share of the weights lies. sums: room for one of
-    each block."""
+    """Return the first place up to which the weights exceed the share `point`.
+
+    sums has space for one entry per block.
+    """
     num_blocks, total = (count + _SUM_BLOCK - 1) // _SUM_BLOCK, 0.0
     for block in range(num_blocks):
         sums[block] = _sum(weights, block * _SUM_BLOCK, min((block + 1) * _SUM_BLOCK, count))
