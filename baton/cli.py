@@ -40,7 +40,7 @@ _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or expone
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

@@ -17,13 +17,14 @@ import socket
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import httpx2
 import typer
 from pydantic import Field
 
 from runtime.config import Address, AddressField, Config, PeerField, load, parse_address
+from runtime.config_flags import Flags, flags_of
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.observe.log import LEVELS, LogStyle, styled_line
 from runtime.process.announce import Announcement, write_announcement
@@ -65,22 +66,51 @@ _ALWAYS = (
 class GatewayConfig(Config):
     """Settings of a gateway: flags and the [gateway] table of a TOML file."""
 
-    router: tuple[PeerField, ...] = Field(min_length=1)
-    listen: AddressField = DEFAULT_LISTEN
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = "127.0.0.1"
-    announce: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    token_file: Path | None = None
-    stored_responses: int = Field(default=10_000, ge=0, le=1_000_000)
+    router: tuple[PeerField, ...] = Field(
+        min_length=1, description="HOST:PORT of a router with --vllm-engine; several are allowed."
+    )
+    listen: AddressField = Field(
+        default=DEFAULT_LISTEN, description="HOST:PORT for HTTP; port 0 takes a free one."
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; default and 0: a free one.",
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")
+    announce: Path | None = Field(
+        default=None, description="File to write addresses to at the start (JSON)."
+    )
+    tls_cert: Path | None = Field(
+        default=None, description="PEM certificate; clients then connect by HTTPS."
+    )
+    tls_key: Path | None = Field(default=None, description="PEM key of the certificate.")
+    token_file: Path | None = Field(
+        default=None, description="API keys that clients must show, one per line."
+    )
+    stored_responses: int = Field(
+        default=10_000,
+        ge=0,
+        le=1_000_000,
+        description="Responses kept in memory for later requests; 0: none.",
+    )
     max_body_bytes: int = Field(
         default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request."
     )
-    drain_s: int = Field(default=30, ge=1, le=86_400)
-    flag: tuple[str, ...] = ()
-    log_level: str = "info"
-    log_style: LogStyle = LogStyle.HUMAN
+    drain_s: int = Field(
+        default=30, ge=1, le=86_400, description="Seconds that SIGTERM leaves running requests."
+    )
+    flag: tuple[str, ...] = Field(
+        default=(),
+        description="A further flag of `smg launch`, as --flag=--tool-call-parser=qwen; repeat.",
+    )
+    log_level: str = Field(
+        default="info", description="Least level logged: debug, info, warning or error."
+    )
+    log_style: LogStyle = Field(
+        default=LogStyle.HUMAN, description="Log lines for people, or one JSON object per line."
+    )
 
     def check(self) -> None:
         """Raises ConfigError for what the single settings do not show."""
@@ -260,70 +290,21 @@ def _free_port(host: str) -> int:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
-def gateway(
-    router: Annotated[
-        list[str] | None, typer.Option(help="HOST:PORT of a router with --vllm-engine; repeat.")
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT for HTTP; port 0: any free one.")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics here; 0: any free port.")
-    ] = None,
-    metrics_host: Annotated[str | None, typer.Option(help="Address /metrics is served on.")] = None,
-    announce: Annotated[
-        Path | None, typer.Option(help="Write a JSON file here at the start.")
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM certificate: clients connect by HTTPS.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="API keys clients must show, one per line.")
-    ] = None,
-    stored_responses: Annotated[
-        int | None,
-        typer.Option(help="Responses kept in memory, to be asked for or gone on from; 0: none."),
-    ] = None,
-    drain_s: Annotated[
-        int | None, typer.Option(help="Seconds SIGTERM leaves running requests.")
-    ] = None,
-    flag: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A further flag of `smg launch`, as --flag=--tool-call-parser=qwen; repeat."
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with a [gateway] table; flags beat it.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
-) -> None:
-    """Serve OpenAI's HTTP API in front of one or more routers."""
-    flags = {
-        "router": router or None,
-        "listen": listen,
-        "metrics_port": metrics_port,
-        "metrics_host": metrics_host,
-        "announce": announce,
-        "tls_cert": tls_cert,
-        "tls_key": tls_key,
-        "token_file": token_file,
-        "stored_responses": stored_responses,
-        "drain_s": drain_s,
-        "flag": flag or None,
-        "log_level": log_level,
-        "log_style": log_style,
-    }
+@app.command(help="Serve OpenAI's HTTP API in front of one or more routers.")
+@flags_of(GatewayConfig, section="gateway")
+def gateway(flags: Flags, file: Path | None, checks_only: bool) -> None:  # noqa: FBT001
+    """Run a gateway until it is told to stop."""
     try:
-        serve(load(GatewayConfig, section="gateway", flags=flags, file=config))
+        settings = load(GatewayConfig, section="gateway", flags=flags, file=file)
+        if checks_only:
+            settings.check()
+        else:
+            serve(settings)
     except BatonError as error:
         text = f"gateway: {error}"
         line = (
-            styled_line(log_style, text, role="gateway", level="error")
-            if log_style is LogStyle.JSON
+            styled_line(LogStyle.JSON, text, role="gateway", level="error")
+            if flags["log_style"] is LogStyle.JSON
             else text
         )
         print(line, file=sys.stderr)

@@ -22,13 +22,22 @@ class GenerationConfigUse(StrEnum):
     NONE = "none"
 
 
+_TARGETS = (
+    "HOST:PORT of the leader of a {} pool, dns:///NAME:PORT for all addresses of a name, "
+    "k8s:///[NAMESPACE/]SERVICE:PORT for the endpoints of a Kubernetes service, or file:///PATH for a "
+    "leader that announces itself in a file; several are allowed."
+)
+
+
 class RouterConfig(TlsConfig):
     """Settings of a router: seconds and counts. Every wait of the router has its limit here."""
 
-    model: Path
-    model_name: str = ""
-    prefill: tuple[TargetField, ...] = Field(min_length=1)
-    decode: tuple[TargetField, ...] = Field(min_length=1)
+    model: Path = Field(description="Model directory; its configuration and tokenizer are read.")
+    model_name: str = Field(
+        default="", description="Model name that clients use; default: the directory's name."
+    )
+    prefill: tuple[TargetField, ...] = Field(min_length=1, description=_TARGETS.format("prefill"))
+    decode: tuple[TargetField, ...] = Field(min_length=1, description=_TARGETS.format("decode"))
     discovery_interval_s: float = Field(
         default=2.0, ge=0.1, le=3600, description="Pause between two DNS lookups."
     )
@@ -39,27 +48,49 @@ class RouterConfig(TlsConfig):
         default=DiscoveryOptions().service_account,
         description="Folder with the token, ca.crt and namespace for the API server.",
     )
-    listen: AddressField = "127.0.0.1:7000"
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = Field(default="127.0.0.1", description="Address to serve /metrics on.")
-    announce: Path | None = None
-    client_certificates: ClientCertificates = ClientCertificates.REQUIRED
-    token_file: Path | None = None
+    listen: AddressField = Field(
+        default="127.0.0.1:7000", description="HOST:PORT to serve on; port 0 takes a free one."
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; 0 takes a free one; default: none.",
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")
+    announce: Path | None = Field(
+        default=None, description="File to write addresses to once listening (JSON)."
+    )
+    client_certificates: ClientCertificates = Field(
+        default=ClientCertificates.REQUIRED,
+        description="With TLS: whether clients must show a certificate of the authority.",
+    )
+    token_file: Path | None = Field(
+        default=None, description="Bearer tokens that clients must show, one per line."
+    )
     priority_limits: tuple[PriorityLimitField, ...] = Field(
         default=DEFAULT_LIMITS,
         description="NAME=PRIORITY: most urgent priority of a token's holder or of a "
         "certificate's name; *: of every other client.",
     )
-    log_level: str = "info"
-    log_style: LogStyle = LogStyle.HUMAN
-    otel_endpoint: str = ""
+    log_level: str = Field(
+        default="info", description="Least level logged: debug, info, warning or error."
+    )
+    log_style: LogStyle = Field(
+        default=LogStyle.HUMAN, description="Log lines for people, or one JSON object per line."
+    )
+    otel_endpoint: str = Field(
+        default="", description="URL of an OTLP collector over gRPC; traces go there."
+    )
     generation_config: GenerationConfigUse = Field(
         default=GenerationConfigUse.AUTO,
         description="auto: requests that omit temperature, top_p, top_k, min_p or "
         "repetition_penalty get the values of the model's "
         "generation_config.json; none: they get Baton's defaults.",
     )
-    policy: Policy = Policy.PREFIX_CACHE
+    policy: Policy = Field(
+        default=Policy.PREFIX_CACHE, description="How workers are chosen for a request."
+    )
     watch_interval_s: float = Field(
         default=0.25, ge=0.05, le=60, description="Interval of the workers' load reports."
     )
@@ -139,14 +170,32 @@ class RouterConfig(TlsConfig):
         le=MAX_WAIT_S,
         description="Time after which a client that does not answer a ping is disconnected.",
     )
-    max_connection_age_s: float | None = Field(default=None, gt=0, le=MAX_WAIT_S)
-    max_connection_age_grace_s: float = Field(
-        default=3600.0, ge=0, le=MAX_WAIT_S, description="Time that calls in flight get after that."
+    max_connection_age_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=MAX_WAIT_S,
+        description="Ask clients to reconnect after this many seconds, so that load balancers "
+        "spread them again; default: never.",
     )
-    reflection: bool = True
-    channelz: bool = False
-    vllm_engine: bool = False
-    user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
+    max_connection_age_grace_s: float = Field(
+        default=3600.0,
+        ge=0,
+        le=MAX_WAIT_S,
+        description="Seconds that calls in flight get after --max-connection-age-s.",
+    )
+    reflection: bool = Field(default=True, description="Describe the services to every client.")
+    channelz: bool = Field(
+        default=False, description="Show sockets and calls to clients that may watch workers."
+    )
+    vllm_engine: bool = Field(
+        default=False,
+        description="Serve vllm.grpc.engine.VllmEngine, too, for gateways that speak it.",
+    )
+    user_control_tokens: UserControlTokens = Field(
+        default=UserControlTokens.TOKENS,
+        description="Whether control tokens such as <|im_end|> in the texts of a chat are read "
+        "as tokens or as text.",
+    )
     salt_by_client: bool = Field(
         default=False,
         description="Share cached prompts only among requests of one client, "
