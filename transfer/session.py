@@ -1,14 +1,15 @@
-"""The leader's view of one handoff: what the stages report, summed up. Pure; time comes from the
-clock.
+"""State of one handoff on its leader, derived from the reports of the stages.
 
     receiving   RESERVED ─▶ RECEIVING ─▶ COMPLETE ─▶ COMMITTED    any state before that, FAILED ─▶ RESERVED (next epoch)
     sending     PLANNED ──▶ SENDING ───▶ SENT ─────▶ RELEASED
     both        any state but COMMITTED and RELEASED ─▶ FAILED or ABORTED
 
-Whether the memory may be given back is a separate question, `drained`: every stage has reported
-DRAINED for the present epoch. (A stage starts an epoch only after it has drained the one before, so
-the present one stands for all.) The two sides never wait for each other: each converges on its own
-stages' reports, its deadlines and its stream's end.
+The sessions are pure; time comes from the clock.
+
+Whether the memory may be released is a separate question, `drained`: every stage has reported
+DRAINED for the current epoch. (A stage starts an epoch only after it has drained the previous one,
+so the current epoch covers all of them.) The two sides never wait for each other. Each one follows
+only the reports of its own stages, its deadlines and the end of its stream.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from transfer.plan.handoff_terms import ChunkTiming, StageSessionEvent, StageSes
 
 
 class SessionInput(StrEnum):
-    """What can happen to a session."""
+    """Inputs of a session's state machine."""
 
     ALL_OPEN = "all_open"
     ALL_COMPLETE = "all_complete"
@@ -40,22 +41,22 @@ class SessionInput(StrEnum):
 
 
 class ReceiveState(StrEnum):
-    """How far the decode side of a session is."""
+    """States of the decode side of a session."""
 
-    RESERVED = "reserved"  # pages and slot are held; stages are posting receives
-    RECEIVING = "receiving"  # every stage has posted: the destination terms may travel
-    COMPLETE = "complete"  # everything landed and was checked
-    COMMITTED = "committed"  # the memory is the request's now
+    RESERVED = "reserved"  # pages and slot are reserved; stages are posting receives
+    RECEIVING = "receiving"  # every stage has posted: the destination terms may be sent
+    COMPLETE = "complete"  # everything was received and verified
+    COMMITTED = "committed"  # the request owns the memory now
     FAILED = "failed"
     ABORTED = "aborted"
 
 
 class SendState(StrEnum):
-    """How far the prefill side of a session is."""
+    """States of the prefill side of a session."""
 
     PLANNED = "planned"
     SENDING = "sending"
-    SENT = "sent"  # every byte has left
+    SENT = "sent"  # every byte has been sent
     RELEASED = "released"  # decode has committed
     FAILED = "failed"
     ABORTED = "aborted"
@@ -68,7 +69,7 @@ RECEIVE_TRANSITIONS: Table[ReceiveState] = {
     (ReceiveState.RESERVED, SessionInput.ALL_OPEN): ReceiveState.RECEIVING,
     (ReceiveState.RECEIVING, SessionInput.ALL_COMPLETE): ReceiveState.COMPLETE,
     (ReceiveState.COMPLETE, SessionInput.FINISH): ReceiveState.COMMITTED,
-    # From COMPLETE, too: the source may be gone with the first token untold.
+    # Also from COMPLETE: the source may die before it has sent the first token.
     **{
         (state, SessionInput.NEXT_EPOCH): ReceiveState.RESERVED
         for state in (
@@ -110,9 +111,12 @@ SEND_TRANSITIONS: Table[SendState] = {
 
 @dataclass(frozen=True)
 class SessionDeadlines:
-    """Seconds a session may stay in a state: opening on every stage, moving its bytes, waiting for
-    the commit; after it failed, waiting for the word that its source is lost, and then for another
-    one. None of them begins while the request is still queued."""
+    """Limits in seconds of the states of a session.
+
+    In order: opening on every stage, moving the bytes, waiting for the commit, and after a failure
+    waiting for the report that the source is lost, then for another source. None of them begins
+    while the request is still queued.
+    """
 
     open_s: float = 10.0
     move_s: float = 120.0
@@ -122,7 +126,7 @@ class SessionDeadlines:
 
     @classmethod
     def within(cls, patience_s: float) -> Self:
-        """For a request that waits that long for a prompt to be computed, here or there."""
+        """Return the limits of a request that waits this long for a prefill, local or remote."""
         return cls(move_s=patience_s, finish_s=patience_s, replace_s=patience_s)
 
 
@@ -131,12 +135,12 @@ _ERRORS: dict[str, _StageError] = {
     error.reason: error
     for error in (HandoffError, IntegrityError, PeerLostError, DeadlineError, InternalError)
 }
-# A stage that cannot reach what it sends to is not lost itself: its pool can serve others.
+# A stage that cannot reach its destination is not lost itself: its pool can serve other requests.
 _SEND_ERRORS: dict[str, _StageError] = _ERRORS | {PeerLostError.reason: HandoffError}
 
 
 class _Session(Generic[State]):
-    """What both sides share: reports by stage, epochs, deadlines."""
+    """State shared by both sides: reports by stage, epochs, deadlines."""
 
     def __init__(
         self,
@@ -155,9 +159,8 @@ class _Session(Generic[State]):
         self.error: BatonError | None = None
         self.num_bytes = 0
         self.num_late_events = 0
-        self.chunk_timings: tuple[
-            ChunkTiming, ...
-        ] = ()  # of the stage in this process, once it has sent everything
+        # Of the stage in this process, once it has sent everything.
+        self.chunk_timings: tuple[ChunkTiming, ...] = ()
         self._num_stages = num_stages
         self._clock = clock
         self._table: Table[State] = table
@@ -168,12 +171,14 @@ class _Session(Generic[State]):
 
     @property
     def drained(self) -> bool:
-        """No stage can still read or write the session's memory: leases may end (or pass on)."""
+        """Return whether no stage can access the session's memory, so that leases may end or pass
+        on.
+        """
         return self._count(StageSessionState.DRAINED) == self._num_stages
 
     @property
     def is_over(self) -> bool:
-        """Nothing but drains can still happen."""
+        """Return whether only drains can still happen."""
         return not any(
             (self.state, event) in self._table
             for event in (
@@ -185,11 +190,12 @@ class _Session(Generic[State]):
         )
 
     def on_stage_event(self, rank: int, event: StageSessionEvent) -> State:
-        """Take one stage's report. Reports of another epoch, and repeated ones, are counted and
-        change nothing.
+        """Process the report of one stage.
+
+        Repeated reports and reports of another epoch are counted and change nothing.
 
         Raises:
-            InternalError: a rank or session id that is not this session's.
+            InternalError: the rank or session id does not belong to this session.
         """
         if event.session_id != self.session_id or not 0 <= rank < self._num_stages:
             raise InternalError(
@@ -215,44 +221,47 @@ class _Session(Generic[State]):
                 )
             )
         elif event.state is StageSessionState.DRAINED and not self._is_closing:
-            self._fail(HandoffError(f"stage {rank} has given the session up"))
+            self._fail(HandoffError(f"stage {rank} has closed the session"))
         elif self._count(StageSessionState.COMPLETE) == self._num_stages:
-            self._move(
-                SessionInput.ALL_OPEN
-            )  # the last OPEN and the last COMPLETE may come in one step
+            # The last OPEN and the last COMPLETE may arrive in one step.
+            self._move(SessionInput.ALL_OPEN)
             self._move(SessionInput.ALL_COMPLETE)
         elif self._count(StageSessionState.OPEN) == self._num_stages:
             self._move(SessionInput.ALL_OPEN)
         return self.state
 
     def abort(self, reason: str) -> State:
-        """The client, its stream or the pool is gone. Idempotent; a finished session stays
-        finished."""
+        """Abort the session, because the client, its stream or the pool is gone.
+
+        Idempotent; a finished session stays finished.
+        """
         if self._move(SessionInput.ABORT) and self.error is None:
             self.error = HandoffError(f"session {self.session_id} was aborted: {reason}")
         return self.state
 
     def stage_lost(self, rank: int, error: BatonError) -> State:
-        """A stage's process is gone, its memory with it: nothing is left there to drain."""
+        """Fail the session because the process of a stage is gone. Its memory needs no drain."""
         self._reports.setdefault(rank, set()).add(StageSessionState.DRAINED)
         self._fail(error)
         return self.state
 
     def fail(self, error: BatonError) -> State:
-        """Something outside the stages' reports went wrong."""
+        """Fail the session for a reason outside the reports of its stages."""
         self._fail(error)
         return self.state
 
     def time_left_s(self) -> float | None:
-        """Until the present state must have ended, never negative; None if it may last. The task
-        that serves the session waits no longer than that, and then aborts it."""
+        """Return the seconds until the current state must end, never negative; None if unlimited.
+
+        The task that serves the session waits that long at most, then aborts it.
+        """
         limit_s = self._limit_s()
         return (
             None if limit_s is None else max(0.0, self._entered_at_s + limit_s - self._clock.now())
         )
 
     def _limit_s(self) -> float | None:
-        """How long the present state may last."""
+        """Return the limit of the current state in seconds, or None."""
         return self._deadlines.get(self.state)
 
     @property
@@ -270,7 +279,7 @@ class _Session(Generic[State]):
             self.error = error
 
     def _move(self, event: SessionInput) -> bool:
-        """Take the transition if the table has it; whether it had."""
+        """Make the transition if the table has it; return whether it does."""
         target = self._table.get((self.state, event))
         if target is None:
             return False
@@ -285,7 +294,7 @@ class _Session(Generic[State]):
 
 
 class ReceiveSession(_Session[ReceiveState]):
-    """A decode pool's side. COMPLETE when every stage has everything; FAILED when one fails."""
+    """Decode side of a session. COMPLETE if every stage has everything; FAILED if one fails."""
 
     def __init__(
         self,
@@ -313,20 +322,24 @@ class ReceiveSession(_Session[ReceiveState]):
         self._is_source_lost = False
 
     def source_lost(self) -> None:
-        """The source is known to be gone and another one will follow: if the session has failed,
-        this was why."""
+        """Record that the source is lost and will be replaced, which explains a failure of the
+        session.
+        """
         self._is_source_lost = True
         if self.state is ReceiveState.FAILED:
             self._entered_at_s = self._clock.now()
 
     def commit(self) -> ReceiveState:
-        """The request takes the memory over; close the session on every stage. Raises InternalError
-        unless COMPLETE."""
+        """Transfer the memory to the request; the caller closes the session on every stage.
+
+        Raises InternalError unless COMPLETE.
+        """
         return self._finish()
 
     def next_epoch(self) -> int:
-        """Another source will deliver into the same reservation; the new epoch, for its destination
-        terms.
+        """Start an epoch with another source for the same reservation.
+
+        Returns the new epoch, for its destination terms.
 
         Raises:
             InternalError: the session is over.
@@ -348,8 +361,10 @@ class ReceiveSession(_Session[ReceiveState]):
 
 
 class SendSession(_Session[SendState]):
-    """A prefill pool's side, for one epoch. SENT when every stage has sent everything; FAILED when
-    one fails."""
+    """Prefill side of a session for one epoch.
+
+    SENT if every stage has sent everything; FAILED if one fails.
+    """
 
     def __init__(
         self,
@@ -378,13 +393,19 @@ class SendSession(_Session[SendState]):
         self._is_computed = False
 
     def computed(self) -> None:
-        """All that is to be sent is there; until now it moved no faster than it was computed."""
+        """Start the time limit of sending: the whole prompt is computed.
+
+        Until now sending was limited by the computation.
+        """
         self._is_computed = True
         if self.state is SendState.SENDING:
             self._entered_at_s = self._clock.now()
 
     def release(self) -> SendState:
-        """Decode has committed: the pages may go once drained. Raises InternalError unless SENT."""
+        """Record that decode has committed: the pages may be released once drained.
+
+        Raises InternalError unless SENT.
+        """
         return self._finish()
 
     def _limit_s(self) -> float | None:

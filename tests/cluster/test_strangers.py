@@ -85,9 +85,9 @@ async def test_a_strangers_flood_changes_no_answer_and_forces_no_forming(
             line for line in lines if "not serving" in line or "join" in line or "broke" in line
         ], lines
         assert any(
-            "frames between stages: refused" in line and "(foreign)" in line for line in lines
+            "frames between stages: rejected" in line and "(foreign)" in line for line in lines
         )
-        assert any("items of handoffs: refused" in line and "(foreign)" in line for line in lines)
+        assert any("items of handoffs: rejected" in line and "(foreign)" in line for line in lines)
         await running.until_clean()
         assert {name: process.pid for name, process in running.cluster.processes.items()} == pids
 

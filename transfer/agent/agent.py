@@ -1,20 +1,21 @@
-"""One stage's end of every handoff: posts receives into pool pages, sends pool pages,
-authenticates, proves drains.
+"""Transfer agent of one stage, for all of its handoffs.
 
-The agent owns one thread, which alone touches the transport. Everything public may be called from
-any thread and returns at once; what happens is reported through `on_event`, called from the agent's
-thread (so it must be quick: hand the event to an event loop or a queue).
+It posts receives into pool pages, sends pool pages, authenticates items, and proves drains.
+
+The agent owns one thread, which alone uses the transport. All public methods may be called from any
+thread and return at once. Results are reported through `on_event`, which the agent's thread calls.
+So `on_event` must be quick: it should pass the event to an event loop or a queue.
 
 The reports of one epoch of one session, in order:
 
     OPEN        receives are posted, or the sends are planned
-    COMPLETE    receiving: everything landed and is authentic; sending: every byte has left
-      or FAILED with a reason, instead of OPEN or after it: nothing more is matched or sent for it
+    COMPLETE    receiving: everything was received and is authentic; sending: every byte has been sent
+      or FAILED with a reason, instead of OPEN or after it: no more messages are matched or sent for it
     DRAINED     only after `close`, `close_request`, `close_all` or a newer epoch; exactly once, always last: from
-                here on no read or write of that memory can happen any more
+                here on that memory can no longer be read or written
 
-A newer epoch of a session that is open here replaces it: the old one is closed by itself, and the
-new one starts only when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
+A newer epoch of an open session replaces the old one, which the agent closes. The new one starts
+only when the old one is DRAINED, so late bytes of the old epoch cannot be written anywhere.
 """
 
 import logging
@@ -42,15 +43,19 @@ from transfer.transport.protocol import Operation, Transport
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
-DEVICE_WAIT_S = 200e-6  # while layers wait for the device, whose events wake no thread
+# polling interval while layers wait for the device, whose events wake no thread
+DEVICE_WAIT_S = 200e-6
 START_S = 60.0  # a CUDA context may take seconds
 
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to
-    force the drain. `layer_s` from giving a layer to a device until it must be done; at most
-    `max_waiting_layers` wait for that."""
+    """Limits of an agent.
+
+    `window_bytes`: bytes in flight to one peer. `drain_s`: seconds from a close until connections
+    are cut to force the drain. `layer_s`: seconds from the launch of a layer on a device until it
+    must be done. At most `max_waiting_layers` wait for that.
+    """
 
     window_bytes: int = 4 << 20
     drain_s: float = 3.0
@@ -60,7 +65,7 @@ class AgentLimits:
 
 @dataclass(frozen=True)
 class AgentStats:
-    """Totals since the start, and what is open now."""
+    """Totals since the start, and current counts."""
 
     num_bytes_sent: int
     num_bytes_received: int
@@ -72,10 +77,10 @@ class AgentStats:
 
 
 class TransferAgent:
-    """Sends and receives for one stage.
+    """Sends and receives items for one stage.
 
-    `incarnation` finds this stage in a `SourceTerms` or `DestinationTerms`: terms made for another
-    process (an earlier life of this one) are refused with a FAILED report.
+    `incarnation` identifies this stage in a `SourceTerms` or `DestinationTerms`. Terms for another
+    process, such as an earlier incarnation of this one, are rejected with a FAILED report.
     """
 
     def __init__(
@@ -89,8 +94,11 @@ class TransferAgent:
         limits: AgentLimits | None = None,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_thread_start` prepares the agent's thread, before it does anything else: where pools
-        are on a device, the thread needs a context of it. What it raises, `start` raises."""
+        """Create the agent.
+
+        `on_thread_start` prepares the agent's thread before its first step: for pools on a device,
+        the thread needs a context of it. `start` raises its errors.
+        """
         self._memory = memory
         self._transport = transport
         self._clock = clock
@@ -112,7 +120,7 @@ class TransferAgent:
 
     @property
     def address(self) -> bytes:
-        """Where peers connect to; travels only over the gRPC plane."""
+        """Return the address to which peers connect; it is sent only over gRPC."""
         return self._address
 
     @property
@@ -121,7 +129,7 @@ class TransferAgent:
 
     @property
     def endpoint(self) -> StageEndpoint:
-        """This stage as it appears in `SourceTerms.stages` and `DestinationTerms.stages`."""
+        """Return this stage as an entry of `SourceTerms.stages` and `DestinationTerms.stages`."""
         return StageEndpoint(
             self._memory.geometry.layers,
             self._address,
@@ -131,8 +139,9 @@ class TransferAgent:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the agent's thread, if it was not `shutdown`: the stage cannot serve any
-        more."""
+        """Return the error that ended the agent's thread, after which the stage cannot serve, or
+        None.
+        """
         return self._failure
 
     def stats(self) -> AgentStats:
@@ -148,9 +157,11 @@ class TransferAgent:
         )
 
     def start(self) -> None:
-        """Start the agent's thread. Raises InternalError when it was started before, and whatever
-        keeps it from its first step: `ConfigError` and `InternalError` for a device it cannot
-        use."""
+        """Start the agent's thread.
+
+        Raises InternalError if it was started before, and any error of its first step:
+        `ConfigError` and `InternalError` for an unusable device.
+        """
         if self._thread is not None:
             raise InternalError("the transfer agent was started twice")
         self._thread = threading.Thread(target=self._run, name="transfer-agent", daemon=True)
@@ -161,25 +172,27 @@ class TransferAgent:
             raise self._failure
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms) -> None:
-        """Post the receives of one epoch. The destination terms go to the source after every stage
-        reported OPEN."""
+        """Post the receives of one epoch.
+
+        The destination terms go to the source after every stage has reported OPEN.
+        """
         self._submit(lambda: self._transfers.open(self._receiver(source, destination)))
 
     def expect_send(self, request_key: int, num_tokens: int | None = None) -> None:
-        """Keep `layer_done` of this request from now on; call before its first forward.
+        """Record `layer_done` of this request from now on; call it before the first forward.
 
-        `num_tokens` of its prompt is checked against the terms where it is known (a later stage
-        gets a request chunk by chunk and reads its length from the terms).
+        `num_tokens` of the prompt is checked against the terms if it is known. A later stage gets a
+        request chunk by chunk and takes its length from the terms.
         """
         self._submit(lambda: self._expect_send(request_key, num_tokens))
 
     def layer_done(
         self, request_key: int, layer_id: int, num_tokens: int, *, after: DeviceEvent | None = None
     ) -> None:
-        """The first `num_tokens` tokens of the request have passed this layer: their cache entries
-        are final, or will be once the device has passed the event `after`.
+        """Record that the first `num_tokens` tokens of the request have passed this layer.
 
-        For the engine thread; costs a few microseconds. Unknown requests are ignored.
+        Their cache entries are final, or will be once the device has passed the event `after`. For
+        the engine thread; costs a few microseconds. Unknown requests are ignored.
         """
         self._submit(
             lambda: self._prompts.layer_done(DoneLayer(request_key, layer_id, num_tokens), after)
@@ -188,30 +201,40 @@ class TransferAgent:
     def open_send(
         self, request_key: int, source: SourceTerms, destination: DestinationTerms
     ) -> None:
-        """Send what `layer_done` releases, starting with what it has released already."""
+        """Send the items that `layer_done` releases, beginning with those already released."""
         self._submit(lambda: self._open_send(request_key, source, destination))
 
     def close(self, session_id: str) -> None:
-        """Release (after COMPLETE) or abort (before). Idempotent; unknown sessions are ignored."""
+        """Release (after COMPLETE) or abort (before) a session.
+
+        Idempotent; ignores unknown sessions.
+        """
         self._submit(lambda: self._close(session_id))
 
     def close_request(self, request_key: int) -> None:
-        """Close the request's session, if one was opened, and drop its progress. Idempotent. What
-        is reported of it later, by a batch that was on its way, is ignored."""
+        """Close the request's session, if any, and drop its progress. Idempotent.
+
+        Later reports about the request, from a batch in flight, are ignored.
+        """
         self._submit(lambda: self._prompts.close(request_key))
 
     def close_all(self) -> Future[None]:
-        """Close every session and drop every request: the pool has lost its leader, and the next
-        one's request keys begin anew. The future is done when all have drained and nothing was
-        opened meanwhile: from then on nothing of the time before can read or write the pools."""
+        """Close every session and drop every request.
+
+        The pool has lost its leader, and the next leader reuses request keys. The future is done
+        when all sessions have drained and none was opened meanwhile. After that no earlier
+        operation can read or write the pools.
+        """
         drained: Future[None] = Future()
-        drained.set_running_or_notify_cancel()  # a waiter cannot cancel it
+        drained.set_running_or_notify_cancel()  # prevents a waiter from cancelling it
         self._submit(lambda: self._close_all(drained))
         return drained
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Close everything, wait for the drain, stop the thread. False when the time was not
-        enough: then connections are cut."""
+        """Close everything, wait for the drain and stop the thread.
+
+        Returns False if the time was too short; then connections are cut.
+        """
         if self._thread is None:
             self._transport.close()
             return True
@@ -225,7 +248,7 @@ class TransferAgent:
         self._thread.join(timeout_s)
         return drained
 
-    # Below: the agent's thread only.
+    # The agent's thread runs all methods below.
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -240,9 +263,8 @@ class TransferAgent:
                 not self._is_stopping or self._commands or self._transfers.num_unfinished
             ):
                 self._turn()
-        except (
-            BaseException
-        ) as error:  # the edge of the thread: report, so that nothing waits for it
+        # The edge of the thread: report the error, so that no caller waits for it.
+        except BaseException as error:
             self._failure = error
             self._transfers.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
             raise
@@ -250,22 +272,28 @@ class TransferAgent:
             self._close_transport()
 
     def _enter(self) -> bool:
-        """The thread's first steps. What goes wrong in them is `start`'s to raise."""
+        """Run the first steps of the thread; return whether they succeeded.
+
+        `start` raises their errors.
+        """
         try:
             self._on_thread_start()
             for operation in self._transport.progress():
                 self._ended(operation)
-        except Exception as error:  # noqa: BLE001 - the edge of the thread
+        except Exception as error:  # noqa: BLE001 (the edge of the thread)
             self._failure = error
         self._has_started.set()
         return self._failure is None
 
     def _close_transport(self) -> None:
-        """DRAINED is never reported of memory that something may still touch."""
+        """Close the transport, then report DRAINED.
+
+        Memory that may still be accessed is never reported as DRAINED.
+        """
         try:
             self._transport.close()
         except BatonError as error:
-            logger.exception("the transport does not let go of the pools' memory")
+            logger.exception("the transport failed to release the pools' memory")
             self._failure = self._failure or error
             return
         self._transfers.transport_closed()
@@ -351,7 +379,7 @@ class TransferAgent:
         if isinstance(transfer, Sender):
             transfer.release(prompt.layer_tokens)
         if self._prompts.is_closed(request_key):
-            self._transfers.close_transfer(transfer)  # who would have closed it has done so already
+            self._transfers.close_transfer(transfer)  # its closing call has come already
 
     def _close(self, session_id: str) -> None:
         self._transfers.close(session_id)

@@ -1,8 +1,7 @@
-"""Requests whose cache is being computed on this stage: how far each layer is, and which transfers
-send what is done.
+"""Requests whose cache this stage computes: progress of each layer, and transfers that send it.
 
-Where the stage runs on a device, a layer that was launched is not done: `LayerGate` holds it until
-the device has passed its event.
+On a device, a launched layer is not done yet: `LayerGate` holds it until the device has passed its
+event.
 """
 
 from collections import OrderedDict, deque
@@ -23,8 +22,10 @@ LOOK_AHEAD = 8
 
 
 class Tombstones(Generic[IdT]):
-    """Ids of what is over, so that late messages about them are not taken for new ones. Bounded:
-    the oldest ids are dropped."""
+    """Ids of ended items, so that late messages about them are not mistaken for new ones.
+
+    The number of ids is limited; the oldest ones are dropped.
+    """
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._max_entries = max_entries
@@ -47,15 +48,15 @@ class Tombstones(Generic[IdT]):
 
 
 class DeviceEvent(Protocol):
-    """A place in a device's queue of work. A `torch.cuda.Event` is one."""
+    """Position in a device's work queue, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has passed it. Never waits."""
+        """Return whether the device has passed the event. Never waits."""
         ...
 
 
 class DoneLayer(NamedTuple):
-    """The first `num_tokens` tokens of the request have passed the layer."""
+    """Report that the first `num_tokens` tokens of the request have passed the layer."""
 
     request_key: int
     layer_id: int
@@ -70,12 +71,12 @@ class _Launched:
 
 
 class LayerGate:
-    """Holds layers back until their events have passed; for one thread.
+    """Holds layers until their events have passed. Belongs to one thread.
 
-    A layer's chunks pass in the order in which they were launched, whatever order their events pass
-    in: a count of n tokens always means all of the first n. At most `limit` layers wait, each at
-    most `timeout_s`. Events are queried every `POLL_S`, a few of the oldest at a time: those of one
-    stream pass in order.
+    The chunks of a layer pass in the order of their launch, whatever the order of their events: a
+    count of n tokens always means all of the first n. At most `limit` layers wait, each for at most
+    `timeout_s`. Events are queried every `POLL_S`, only a few of the oldest ones at a time: those
+    of one stream pass in order.
     """
 
     def __init__(self, clock: Clock, *, limit: int, timeout_s: float) -> None:
@@ -90,13 +91,13 @@ class LayerGate:
         return len(self._launched)
 
     def add(self, layer: DoneLayer, event: DeviceEvent) -> None:
-        """Raises HandoffError when too many wait."""
+        """Hold a layer until its event has passed. Raises HandoffError if too many layers wait."""
         if len(self._launched) >= self._limit:
-            raise HandoffError(f"{self._limit} layers wait for the device, and no more may")
+            raise HandoffError(f"{self._limit} layers wait for the device, which is the limit")
         self._launched.append(_Launched(layer, event, self._clock.now() + self._timeout_s))
 
     def passed(self) -> list[DoneLayer]:
-        """Layers the device has done since the last call."""
+        """Return the layers that the device has done since the last call."""
         now = self._clock.now()
         if not self._launched or now < self._next_poll_s:
             return []
@@ -119,7 +120,7 @@ class LayerGate:
         return done
 
     def overdue(self) -> dict[int, HandoffError]:
-        """Requests with a layer that took too long; nothing of them waits any more."""
+        """Return an error for each request with a layer that took too long, and drop its layers."""
         errors: dict[int, HandoffError] = {}
         now = self._clock.now()
         while self._launched and now >= self._launched[0].until_s:
@@ -142,8 +143,11 @@ class LayerGate:
 
 @dataclass
 class Prompt:
-    """`layer_tokens`: how many of its tokens have passed each layer. `error`: why it can never be
-    sent."""
+    """Progress of one prompt.
+
+    `layer_tokens` is the number of tokens that have passed each layer. `error` is the reason why
+    the prompt cannot be sent.
+    """
 
     num_tokens: int | None
     layer_tokens: dict[int, int] = field(default_factory=dict)
@@ -152,11 +156,11 @@ class Prompt:
 
 
 class Prompts:
-    """For the agent's thread.
+    """Table of prompts. Belongs to the agent's thread.
 
-    A cancelled request is closed here while batches with it may still be computed; what these
-    report of it comes too late and must not bring it back. Keys are one leader's own: the next
-    one's begin anew, after `clear`.
+    A cancelled request is closed here while batches with it may still run. Their reports come too
+    late and must not reopen it. Keys belong to one leader: the next leader reuses them after
+    `clear`.
     """
 
     def __init__(
@@ -169,27 +173,31 @@ class Prompts:
 
     @property
     def num_open(self) -> int:
-        """Requests that are followed."""
+        """Return the number of open requests."""
         return len(self._by_key)
 
     @property
     def num_waiting(self) -> int:
-        """Layers that were given to the device and are not known to be done."""
+        """Return the number of layers that were launched on the device and are not known to be
+        done.
+        """
         return self._gate.num_waiting
 
     def expect(self, request_key: int, num_tokens: int | None) -> Prompt:
-        """The request's, made if it is new. Of a closed request: one with an error, which is not
-        kept."""
+        """Return the prompt of a request, which is created if it is new.
+
+        For a closed request, returns a prompt with an error, which is not stored.
+        """
         if self.is_closed(request_key):
             return Prompt(num_tokens, error=HandoffError(f"request {request_key} is over"))
         return self._by_key.setdefault(request_key, Prompt(num_tokens))
 
     def is_closed(self, request_key: int) -> bool:
-        """Whether `close` was called for it, and `clear` not since."""
+        """Return whether `close` was called for the request since the last `clear`."""
         return request_key in self._closed
 
     def layer_done(self, layer: DoneLayer, after: DeviceEvent | None) -> None:
-        """Release it, or wait for the event first. Unknown requests are ignored."""
+        """Release a layer, after its event if there is one. Unknown requests are ignored."""
         if layer.request_key not in self._by_key:
             return
         if after is None:
@@ -201,8 +209,10 @@ class Prompts:
             self._fail(layer.request_key, error)
 
     def poll(self) -> bool:
-        """Release what the device has done, fail what it takes too long for. Whether there was
-        anything."""
+        """Release the layers that the device has done, and fail the overdue ones.
+
+        Returns whether there were any.
+        """
         passed, overdue = self._gate.passed(), self._gate.overdue()
         for layer in passed:
             self._release(layer)
@@ -217,7 +227,7 @@ class Prompts:
             ]
 
     def close(self, request_key: int) -> None:
-        """Close the request's transfers and drop it, for good."""
+        """Close the request's transfers and drop the request permanently."""
         self._closed.add(request_key)
         self._gate.forget(request_key)
         prompt = self._by_key.pop(request_key, None)

@@ -1,5 +1,7 @@
-"""One epoch of a session on a prefill stage: sends items straight from pool pages as their layers
-are done."""
+"""Sending side of one session epoch on a prefill stage.
+
+Items are sent straight from pool pages as soon as their layers are done.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -14,9 +16,11 @@ from transfer.transport.protocol import Operation, Peer, Transport
 
 
 class ChunkTimingLog:
-    """When what was computed left: for traces, which show a handoff beside the computation it
-    should hide behind. One per sender. An item's chunk follows from how many tokens make it
-    ready."""
+    """Times at which each chunk was released and sent.
+
+    Traces compare a handoff with the computation that should hide it. There is one log per sender.
+    The number of tokens that makes an item ready determines its chunk.
+    """
 
     def __init__(self, clock: Clock, source: SourceTerms) -> None:
         self._clock = clock
@@ -35,7 +39,7 @@ class ChunkTimingLog:
         self._left[chunk] = (before + num_bytes, self._clock.now())
 
     def chunk_timings(self) -> tuple[ChunkTiming, ...]:
-        """By position in the prompt."""
+        """Return the timings by position in the prompt."""
         return tuple(
             ChunkTiming(
                 min((chunk + 1) * self._source.chunk_tokens, self._source.num_tokens),
@@ -48,8 +52,7 @@ class ChunkTimingLog:
 
 
 class _LaneDispatch:
-    """What has left of one lane. `views` is the memory of its messages: the items, at last the
-    trailer."""
+    """Progress of one lane. `views` is the memory of its messages: the items, then the trailer."""
 
     def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         self.lane = lane
@@ -60,7 +63,7 @@ class _LaneDispatch:
 
 
 class _ReadyMessage:
-    """An item whose layer is done, or a trailer, waiting for room in its peer's window."""
+    """Item whose layer is done, or a trailer, that waits for room in its peer's window."""
 
     __slots__ = ("_dispatch", "_index", "_sender", "num_bytes", "peer")
 
@@ -72,17 +75,18 @@ class _ReadyMessage:
         self.num_bytes = dispatch.views[index].nbytes
 
     def send(self) -> tuple["Sender", Operation | None]:
-        """Send it; no operation if the sender has stopped meanwhile."""
+        """Send the message; the operation is None if the sender has stopped meanwhile."""
         return self._sender, self._sender.send(self._dispatch, self._index, self.peer)
 
 
 class Sender(StageTransfer):
-    """COMPLETE when every byte of every lane has left. `window` decides when a ready message is
-    sent.
+    """Sender of all lanes of one epoch; COMPLETE when every byte of every lane has been sent.
 
-    An item's authenticator is made when its bytes have just left, not before: the send has pulled
-    them into this core's cache, so memory is read once, and the first byte leaves without waiting
-    for it.
+    `window` decides when a ready message is sent.
+
+    The sender computes the authenticator of an item just after its bytes were sent, not before. The
+    send has loaded them into this core's cache, so memory is read once, and the first byte does not
+    wait for the authenticator.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Sender(StageTransfer):
         self._under_way: dict[Operation, tuple[_LaneDispatch, int]] = {}
         self._num_unfinished = sum(len(lane.items) + 1 for lane in lanes)
         self._is_started = False
-        # By layer, what is not ready yet, in the order in which chunks make it ready.
+        # Items by layer that are not ready yet, in the order in which chunks make them ready.
         self._waiting: dict[int, deque[tuple[int, _LaneDispatch, int]]] = {}
         for dispatch in self._dispatches:
             for index, item in enumerate(dispatch.lane.items):
@@ -129,7 +133,7 @@ class Sender(StageTransfer):
     def start(self) -> None:
         for dispatch in self._dispatches:
             self.connect(dispatch.lane.dest_stage)
-            # A plan that points outside the pools fails here, before anything leaves.
+            # A plan with indices outside the pools fails here, before anything is sent.
             dispatch.views = [
                 self._memory.view(
                     item.layer_id, item.kind, item.source_index, item.num_records, item.source_part
@@ -141,10 +145,10 @@ class Sender(StageTransfer):
             self.complete()
 
     def release(self, layer_tokens: Mapping[int, int]) -> None:
-        """Hand over what may leave now that the first `layer_tokens[layer_id]` tokens have passed
-        these layers.
+        """Queue the items that are ready after `layer_tokens[layer_id]` tokens have passed these
+        layers.
 
-        Nothing, when it never started (a stale epoch) or has stopped.
+        Does nothing if the sender never started (a stale epoch) or has stopped.
         """
         if self.is_stopped or not self._is_started:
             return
@@ -156,7 +160,7 @@ class Sender(StageTransfer):
                 self._hand_over(dispatch, index)
 
     def send(self, dispatch: _LaneDispatch, index: int, peer: Peer) -> Operation | None:
-        """Send one message of a lane, unless the sender has stopped."""
+        """Send one message of a lane; return None if the sender has stopped."""
         if self.is_stopped:
             return None
         operation = self._transport.send(peer, dispatch.lane.tag(index), dispatch.views[index])
@@ -186,10 +190,10 @@ class Sender(StageTransfer):
 
 
 class SendWindow:
-    """Ready messages by peer, in order; a peer that does not take its bytes holds up no other.
+    """Queues of ready messages by peer, so that a stalled peer delays no other.
 
-    At most `window_bytes` (and at least one message) are under way to a peer: enough to keep the
-    connection busy, few enough that an abort drains quickly.
+    At most `window_bytes` (and at least one message) are in flight to a peer: enough to keep the
+    connection busy, and few enough for an abort to drain quickly.
     """
 
     def __init__(self, window_bytes: int) -> None:
@@ -201,7 +205,7 @@ class SendWindow:
         self._ready.setdefault(message.peer, deque()).append(message)
 
     def pump(self) -> list[tuple[Sender, Operation]]:
-        """Send what the windows have room for."""
+        """Send as many messages as the windows have room for."""
         sent = []
         for peer, ready in list(self._ready.items()):
             while ready and (room := self._window_bytes - self._under_way.get(peer, 0)) > 0:
@@ -216,7 +220,7 @@ class SendWindow:
         return sent
 
     def ended(self, operation: Operation) -> None:
-        """A send is over; its bytes leave the window."""
+        """Release the window bytes of a send that has ended."""
         remaining = self._under_way.get(operation.peer, 0) - operation.num_bytes
         if remaining > 0:
             self._under_way[operation.peer] = remaining

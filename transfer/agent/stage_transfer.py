@@ -1,5 +1,7 @@
-"""One epoch of one session on this stage: what both sides have in common, and the side that
-receives (`sender.py` has the other one)."""
+"""One epoch of one session on this stage: the common base, and the receiving side.
+
+`sender.py` has the sending side.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -20,7 +22,9 @@ from transfer.transport.protocol import Operation, OperationState, Peer, Transpo
 
 class PoolMemory(Protocol):
     """Memory of one stage's pools, on the host or on a device: bytes by layer, kind and index.
-    `engine.memory` satisfies it."""
+
+    `engine.memory` implements it.
+    """
 
     @property
     def geometry(self) -> PoolGeometry: ...
@@ -33,17 +37,21 @@ class PoolMemory(Protocol):
         count: int,
         part: slice | None = None,
     ) -> Buffer:
-        """Where `count` consecutive records (pages or slots) are, no copy: a writable memoryview of
-        host pools, else what the stage's transport reaches. Of a single record `part` may choose
-        some bytes. Raises InternalError for a layer, kind or index this stage does not have, naming
-        it and the stage's range."""
+        """Return the memory of `count` consecutive records (pages or slots), without a copy.
+
+        This is a writable memoryview of host pools, else memory that the stage's transport can
+        access. `part` selects bytes of a single record. Raises InternalError for a layer, kind or
+        index that this stage does not have, naming it and the stage's range.
+        """
         ...
 
 
 class StageTransfer(ABC):
-    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` is the
-    cause); whether it is drained is a separate question: after `stop`, when `num_outstanding` is
-    zero."""
+    """One epoch of a session on this stage. Belongs to the agent's thread.
+
+    `state` is OPEN, COMPLETE or FAILED (`error` is the cause). The transfer is drained, which is a
+    separate condition, after `stop` and once `num_outstanding` is zero.
+    """
 
     def __init__(
         self, source: SourceTerms, destination: DestinationTerms, transport: Transport
@@ -65,31 +73,35 @@ class StageTransfer(ABC):
     @property
     @abstractmethod
     def writes_memory(self) -> bool:
-        """Whether it receives: then two epochs of a session must never overlap."""
+        """Return whether this receives; then two epochs of a session must never overlap."""
 
     @abstractmethod
     def start(self) -> None:
-        """Connect and post. Raises BatonError when the epoch cannot be served; `stop` is still
-        needed."""
+        """Connect and post the operations.
+
+        Raises BatonError if the epoch cannot be served; `stop` is still needed.
+        """
 
     @abstractmethod
     def finished(self, operation: Operation) -> None:
-        """An operation of this transfer is DONE, and it is still OPEN. Raises BatonError to fail
-        the transfer."""
+        """Process a DONE operation of this transfer, which is still OPEN.
+
+        Raises BatonError to fail the transfer.
+        """
 
     @property
     @abstractmethod
     def peer_stages(self) -> tuple[StageEndpoint, ...]:
-        """The stages on the other side, by index."""
+        """Return the stages of the other side, by index."""
 
     @property
     def chunk_timings(self) -> tuple[ChunkTiming, ...]:
-        """What has left so far, by chunk."""
+        """Return the timings of the sent chunks."""
         return ()
 
     @property
     def num_outstanding(self) -> int:
-        """Operations that may still touch pool memory."""
+        """Return the number of operations that may still access pool memory."""
         return len(self._outstanding)
 
     @property
@@ -97,7 +109,7 @@ class StageTransfer(ABC):
         return tuple(self._outstanding)
 
     def on_operation(self, operation: Operation) -> None:
-        """One of its operations has ended."""
+        """Process the end of one of this transfer's operations."""
         self._outstanding.discard(operation)
         if self.is_stopped or self.state is not StageSessionState.OPEN:
             return
@@ -107,8 +119,10 @@ class StageTransfer(ABC):
             self.fail(operation.error)
 
     def fail(self, error: BatonError) -> None:
-        """No way back; stops by itself. A transfer that is COMPLETE, FAILED or stopped stays what
-        it is."""
+        """Fail the transfer permanently and stop it.
+
+        A transfer that is COMPLETE, FAILED or stopped does not change.
+        """
         if self.state is StageSessionState.OPEN and not self.is_stopped:
             self.state = StageSessionState.FAILED
             self.error = error
@@ -118,20 +132,20 @@ class StageTransfer(ABC):
         self.state = StageSessionState.COMPLETE
 
     def stop(self) -> None:
-        """Start nothing more, cancel what is not matched. Idempotent."""
+        """Start no more operations and cancel unmatched ones. Idempotent."""
         self.is_stopped = True
         for operation in self.outstanding:
             self._transport.cancel_receive(operation)
 
     def connect(self, stage: int) -> Peer:
-        """The connection to a stage of the other side, made once."""
+        """Return the connection to a stage of the other side, which is created once."""
         if stage not in self._peers:
             self._peers[stage] = self._transport.connect(self.peer_stages[stage].address)
         return self._peers[stage]
 
 
 class RefusedTransfer(StageTransfer):
-    """An epoch this stage cannot serve: fails as it starts, and touches nothing."""
+    """Epoch that this stage cannot serve: it fails when it starts and accesses no memory."""
 
     def __init__(
         self,
@@ -159,21 +173,21 @@ class RefusedTransfer(StageTransfer):
 
 
 class _LaneReceipt:
-    """What has arrived of one lane."""
+    """Received messages of one lane."""
 
     def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         self.lane = lane
         self.lane_seals = LaneSeals(destination, lane)
         self.trailer = bytearray(self.lane_seals.trailer_bytes)
         self.seals: list[bytes] = [b""] * len(lane.items)
-        self.num_missing = len(lane.items) + 1  # with the trailer
+        self.num_missing = len(lane.items) + 1  # including the trailer
 
 
 class Receiver(StageTransfer):
-    """On a decode stage: posts its receives straight into pool pages and checks every
-    authenticator.
+    """Receiver of all lanes of one epoch on a decode stage.
 
-    COMPLETE when every item of every lane has landed and matches the authenticator its source made.
+    It posts receives straight into pool pages and verifies every authenticator. COMPLETE when every
+    item of every lane has arrived and matches the authenticator of its source.
     """
 
     def __init__(
@@ -200,7 +214,8 @@ class Receiver(StageTransfer):
         return self._source.stages
 
     def start(self) -> None:
-        # Every view first: a plan that points outside the pools fails before anything is posted.
+        # Create all views first: a plan with indices outside the pools fails before any receive is
+        # posted.
         views = [
             [
                 self._memory.view(
@@ -222,8 +237,8 @@ class Receiver(StageTransfer):
     def finished(self, operation: Operation) -> None:
         receipt, index = self._by_operation.pop(operation)
         if index < len(receipt.lane.items):
-            # The bytes are still in the cache of this core: now is several times cheaper than
-            # later.
+            # The bytes are still in this core's cache, so the check is several times cheaper now
+            # than later.
             receipt.seals[index] = receipt.lane_seals.seal(operation.content, index)
             self.num_bytes += operation.num_bytes
         receipt.num_missing -= 1
@@ -235,12 +250,11 @@ class Receiver(StageTransfer):
 
     def stop(self) -> None:
         super().stop()
-        # What is still on its way is thrown away as it comes, so that its sender's operations end,
-        # too.
+        # Messages still in flight are discarded on arrival, so that their sends end too.
         self._transport.retire(self.tag_prefix)
 
     def _check(self, receipt: _LaneReceipt) -> None:
-        """Raises IntegrityError naming the first item that differs."""
+        """Verify a lane. Raises IntegrityError naming the first item that differs."""
         where = f"from source stage {receipt.lane.source_stage}, session {self.session_id} epoch {self.epoch}"
         expected = receipt.lane_seals.unpack_trailer(receipt.trailer)
         if expected is None:

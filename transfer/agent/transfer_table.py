@@ -1,5 +1,4 @@
-"""The transfers of one stage by session: opens, replaces, closes and drains them, and reports what
-becomes of each."""
+"""Transfers of one stage by session: opens, replaces, closes and drains them, and reports events."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -17,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Closing:
-    """A closed transfer whose operations have not all ended. At `cut_at_s` its connections are
-    cut."""
+    """Closed transfer with pending operations. Its connections are cut at `cut_at_s`."""
 
     transfer: StageTransfer
     closed_at_s: float
@@ -26,7 +24,7 @@ class _Closing:
 
 
 class TransferTable:
-    """Belongs to the agent's thread; the counters may be read by others."""
+    """Table of transfers. Belongs to the agent's thread; other threads may read the counters."""
 
     def __init__(
         self,
@@ -41,12 +39,11 @@ class TransferTable:
         self._on_event = on_event
         self._drain_s = drain_s
         self._open: dict[str, StageTransfer] = {}
-        self._next: dict[
-            str, StageTransfer
-        ] = {}  # newer epochs that wait for the older one's drain
+        # Newer epochs that wait for the drain of the older one.
+        self._next: dict[str, StageTransfer] = {}
         self._closing: list[_Closing] = []
         self._owners: dict[Operation, StageTransfer] = {}
-        self._drains: list[Future[None]] = []  # of `close_all`
+        self._drains: list[Future[None]] = []  # pending futures of `close_all`
         self.num_bytes_sent = 0
         self.num_bytes_received = 0
 
@@ -60,12 +57,14 @@ class TransferTable:
 
     @property
     def num_unfinished(self) -> int:
-        """Transfers whose DRAINED report is still to come."""
+        """Return the number of transfers that have not reported DRAINED."""
         return self.num_open + self.num_draining
 
     def open(self, transfer: StageTransfer) -> None:
-        """Start a transfer. It replaces an older epoch of its session; a stale or repeated epoch is
-        refused."""
+        """Start a transfer, which replaces an older epoch of its session.
+
+        A stale or repeated epoch is rejected.
+        """
         current = self._next.get(transfer.session_id) or self._open.get(transfer.session_id)
         if current is not None and current.epoch >= transfer.epoch:
             logger.warning(
@@ -98,7 +97,7 @@ class TransferTable:
             self.close(transfer.session_id)
 
     def fail(self, transfer: StageTransfer, error: BatonError) -> None:
-        """It cannot go on, for a reason outside of it."""
+        """Fail a transfer for an external reason, and report it."""
         transfer.fail(error)
         self._report_change(transfer)
 
@@ -109,11 +108,11 @@ class TransferTable:
             self.close(session_id)
 
     def started(self, transfer: StageTransfer, operation: Operation) -> None:
-        """The transfer has started this operation."""
+        """Register an operation that the transfer has started."""
         self._owners[operation] = transfer
 
     def ended(self, operation: Operation) -> None:
-        """Pass it to its transfer, and report what became of that."""
+        """Pass an ended operation to its transfer, and report the outcome."""
         transfer = self._owners.pop(operation)
         try:
             transfer.on_operation(operation)
@@ -122,8 +121,10 @@ class TransferTable:
         self._report_change(transfer)
 
     def sweep(self, idle_s: float) -> float:
-        """Report drains, cut overdue connections; how long there is nothing to sweep, at most
-        `idle_s`."""
+        """Report drains and cut overdue connections.
+
+        Returns the seconds until the next sweep is needed, at most `idle_s`.
+        """
         if not self._closing:
             self._settle()
             return idle_s
@@ -156,12 +157,12 @@ class TransferTable:
         return min([idle_s, *(closing.cut_at_s - now for closing in busy)])
 
     def fail_all(self, error: BatonError) -> None:
-        """The stage cannot serve any more."""
+        """Fail all transfers, because the stage can no longer serve."""
         for transfer in [*self._open.values(), *self._next.values()]:
             self.fail(transfer, error)
 
     def transport_closed(self) -> None:
-        """With the transport gone nothing can be touched any more: what is left is drained."""
+        """Report DRAINED for all transfers: without the transport no memory can be accessed."""
         transfers = [
             *self._open.values(),
             *self._next.values(),
@@ -195,8 +196,11 @@ class TransferTable:
             self._transport.close_peer(peer)
 
     def _is_drained(self, transfer: StageTransfer) -> bool:
-        """Nor is an older epoch under way, even if this one never started: the last report stands
-        for the session."""
+        """Return whether the transfer and all older epochs of its session have drained.
+
+        This also holds for a transfer that never started, because the last report represents the
+        session.
+        """
         return transfer.num_outstanding == 0 and not any(
             closing.transfer.num_outstanding
             and closing.transfer.epoch < transfer.epoch
@@ -231,5 +235,5 @@ class TransferTable:
         )
         try:
             self._on_event(event)
-        except Exception:  # the listener's bug must not stop the other sessions of this stage
+        except Exception:  # an error of the listener must not stop the other sessions of this stage
             logger.exception("the listener failed on %s", event)

@@ -1,5 +1,7 @@
-"""Transfer values to and from their protobuf messages. Values a peer got wrong are refused here, by
-field."""
+"""Conversion of handoff values to and from protobuf messages.
+
+Invalid values of a peer are rejected here by field.
+"""
 
 from engine.core.layer_range import LayerRange, TensorRank
 from protos import pipeline_pb2, transfer_pb2
@@ -34,8 +36,10 @@ def endpoint_to_proto(endpoint: StageEndpoint) -> transfer_pb2.StageEndpoint:
 
 
 def endpoint_from_proto(message: transfer_pb2.StageEndpoint) -> StageEndpoint:
-    """Raises InvalidRequestError when the layer range is reversed, or the rank outside its
-    stage."""
+    """Return the endpoint in a message.
+
+    Raises InvalidRequestError if the layer range is reversed or the rank is outside its stage.
+    """
     if message.first_layer > message.end_layer:
         raise InvalidRequestError(
             FieldViolation(
@@ -73,8 +77,11 @@ def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
 
 
 def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
-    """Raises InvalidRequestError naming the field when a size is zero or the pages do not hold the
-    tokens."""
+    """Return the source terms in a message.
+
+    Raises InvalidRequestError naming the field if a size is zero or the pages do not hold the
+    tokens.
+    """
     for name, value in (
         ("page_size", message.page_size),
         ("num_tokens", message.num_tokens),
@@ -122,7 +129,10 @@ def destination_to_proto(destination: DestinationTerms) -> transfer_pb2.Destinat
 
 
 def destination_from_proto(message: transfer_pb2.DestinationTerms) -> DestinationTerms:
-    """Raises InvalidRequestError when the session has no id, or the key not the right length."""
+    """Return the destination terms in a message.
+
+    Raises InvalidRequestError if the session has no id or the key has the wrong length.
+    """
     if not message.session_id:
         raise InvalidRequestError(FieldViolation("destination.session_id", "must not be empty"))
     if len(message.key) != KEY_BYTES:
@@ -157,7 +167,7 @@ def event_to_proto(event: StageSessionEvent) -> pipeline_pb2.StageSession:
 
 
 def event_from_proto(message: pipeline_pb2.StageSession) -> StageSessionEvent:
-    """Raises InvalidRequestError for a state this version does not know."""
+    """Return the event in a message. Raises InvalidRequestError for an unknown state."""
     state = _STATE_FROM_WIRE.get(message.state)
     if state is None:
         raise InvalidRequestError(FieldViolation("session.state", f"unknown state {message.state}"))

@@ -1,5 +1,4 @@
-"""What pools must have alike to be paired, as a digest and as text for people; and what the stages
-of one pool must."""
+"""Compatibility of two pools, as a digest and as text for people, and of the stages of one pool."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,9 @@ from runtime.digests import Compatibility, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
 SCHEMA_VERSION = 7
-"""Raised whenever the copy plan, the tags, the trailer or the authenticators change."""
+"""Must be increased with every change of the copy plan, the tags, the trailer or the
+authenticators.
+"""
 
 
 def compatibility(
@@ -26,12 +27,14 @@ def compatibility(
     config: str = "",
     tensors: str = "",
 ) -> Compatibility:
-    """What a pool's bytes mean. `revision` is the digest of the model, of which `config` and
-    `tensors` are the two parts, to be shown; `specs` covers the whole model; caches that do not
-    travel are not compared. `weights` says how they are kept (`--weights`); `arithmetic` names the
-    kernels and the class of instructions that bits depend on, where bits are promised;
-    `max_context` the limit that an operator set: a request that one pool of a pair admits must have
-    a place to go on in every other."""
+    """Return the compatibility of a pool: the meaning of its bytes.
+
+    `revision` is the digest of the model; `config` and `tensors` are its two parts, to be shown.
+    `specs` covers the whole model; caches that are not handed over are not compared. `weights` is
+    how they are stored (`--weights`). `arithmetic` names the kernels and the instruction set on
+    which bits depend, if bits are guaranteed. `max_context` is the limit that an operator set:
+    every pool of a role must be able to continue a request that one pool of a pair accepted.
+    """
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
@@ -59,8 +62,11 @@ def compatibility(
 
 
 def check_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raises IncompatiblePeerError naming each setting in which two stages of one pool differ, and
-    both values. An empty value goes with any."""
+    """Check that two stages of one pool have the same settings.
+
+    Raises IncompatiblePeerError naming each setting that differs, and both values. An empty value
+    matches any value.
+    """
     pairs = [
         (name, mine.get(name, "not set"), theirs.get(name, "not set"))
         for name in sorted(mine.keys() | theirs)
@@ -83,8 +89,10 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _describe(specs: list[CacheSpec]) -> str:
-    """Layers with equal caches on one entry: "layers 0-2,4-6: conv (3, 256) bfloat16 + state (4,
-    32, 32) float32"."""
+    """Return a description with one entry for layers with equal caches.
+
+    Example: "layers 0-2,4-6: conv (3, 256) bfloat16 + state (4, 32, 32) float32".
+    """
     layers_by_cache: dict[str, list[int]] = {}
     for layer_id, group in groupby(specs, key=lambda spec: spec.layer_id):
         cache = " + ".join(f"{spec.kind} {spec.record_shape} {spec.dtype}" for spec in group)
@@ -95,7 +103,7 @@ def _describe(specs: list[CacheSpec]) -> str:
 
 
 def _describe_draft(specs: list[CacheSpec]) -> str:
-    """With the setting that the shape of its first level comes from."""
+    """Return a description with the setting that determines the shape of the draft's first level."""
     topk = next(
         (f"spec topk {spec.record_shape[0]}, " for spec in specs if spec.kind is CacheKind.TOPK_P),
         "",
@@ -104,7 +112,7 @@ def _describe_draft(specs: list[CacheSpec]) -> str:
 
 
 def _ranges(ids: list[int]) -> str:
-    """[0, 1, 2, 4] as "0-2,4"."""
+    """Return [0, 1, 2, 4] as "0-2,4"."""
     parts: list[str] = []
     for _, group in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
         run = [layer_id for _, layer_id in group]

@@ -1,18 +1,19 @@
-"""What moves from which source stage to which destination stage. Pure: both sides derive the same
-plan.
+"""Copy plan of a handoff: the items that each source stage sends to each destination stage.
 
-A *lane* is what one source stage sends to one destination stage: the records of the layers both
-own; where stages have different numbers of ranks, the parts of these records that both have
-(`engine.memory.layout.stretches`), one record's at a time. A "stage" here is one process of a pool:
-each rank of a stage is one. Pages that are neighbours on both sides travel as one item, as long as
-one chunk computes them all and they stay under `MAX_RUN_BYTES`. Message tags are numbered per
-destination stage: the items of its lanes in order of source stage, each lane followed by its
-trailer. Lanes without items have no trailer. Tags begin at a random number of 64 bits and wrap
-within its low 24 bits, so that a stranger hits none of them.
+The plan is pure: both sides derive the same one.
 
-The destination makes its terms from the source's (`plan_destination`), the source checks that it
-derives the same plan (`check_plan`). That what arrived is what was sent is for `item_seals.py` to
-prove.
+A *lane* contains the items that one source stage sends to one destination stage: the records of the
+layers that both own. If stages have different numbers of ranks, these are the parts of the records
+that both have (`engine.memory.layout.stretches`), each item of a single record. A "stage" here is
+one process of a pool: each rank of a stage counts as one. Pages that are adjacent on both sides
+travel as one item, if one chunk computes them all and they stay under `MAX_RUN_BYTES`. Message tags
+are numbered per destination stage: the items of its lanes in order of source stage, each lane
+followed by its trailer. Lanes without items have no trailer. Tags begin at a random number of 64
+bits and wrap within its low 24 bits, so that a foreign process cannot guess them.
+
+The destination makes its terms from the source's (`plan_destination`); the source checks that it
+derives the same plan (`check_plan`). `item_seals.py` proves that the received bytes are the sent
+ones.
 """
 
 import hashlib
@@ -29,27 +30,28 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndp
 from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_RUN_BYTES = 1 << 20
-"""Upper bound of one item, unless a single record is larger. Part of the plan: a change needs a new
-SCHEMA_VERSION."""
+"""Upper limit of one item, unless a single record is larger.
+
+It is part of the plan: a change needs a new SCHEMA_VERSION.
+"""
 _OFFSETS = (1 << TAG_OFFSET_BITS) - 1
 
 
 class Item(NamedTuple):
-    """`num_records` consecutive records of one layer and kind; the unit of sending, of checking and
-    of naming."""
+    """Consecutive records of one layer and kind, the unit of sending, checking and naming."""
 
     layer_id: int
     kind: CacheKind
-    source_index: int  # first page or slot there
-    dest_index: int  # first page or slot here
+    source_index: int  # first page or slot at the source
+    dest_index: int  # first page or slot at the destination
     num_records: int
     num_bytes: int
-    ready_tokens: int  # it may leave when this many prompt tokens have passed the layer
-    stretch: Stretch | None = None  # of a single record, where it is not the whole one
+    ready_tokens: int  # number of prompt tokens that must pass the layer before it may be sent
+    stretch: Stretch | None = None  # part of a single record; None for whole records
 
     @property
     def name(self) -> str:
-        """For errors: "layer 3 kv pages 17-20", by the destination's index."""
+        """Return the name for errors, by the destination's index: "layer 3 kv pages 17-20"."""
         unit = "page" if self.kind.is_paged else "slot"
         if self.num_records == 1:
             part = "" if self.stretch is None else f" from byte {self.stretch.dest_start}"
@@ -58,7 +60,7 @@ class Item(NamedTuple):
 
     @property
     def source_part(self) -> slice | None:
-        """Which bytes of the source's record; None for all."""
+        """Return the bytes of the source's record to send, or None for all."""
         return (
             None
             if self.stretch is None
@@ -67,7 +69,7 @@ class Item(NamedTuple):
 
     @property
     def dest_part(self) -> slice | None:
-        """Likewise of the destination's."""
+        """Return the bytes of the destination's record to fill, or None for all."""
         return (
             None
             if self.stretch is None
@@ -77,8 +79,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """The items of one pair of stages. Item 0 has the tag at `offset` behind `tag_base`, the
-    trailer's follows the last item's."""
+    """Items of one pair of stages.
+
+    Item 0 has the tag `offset` after `tag_base`; the trailer's tag follows that of the last item.
+    """
 
     source_stage: int
     dest_stage: int
@@ -87,7 +91,7 @@ class Lane:
     items: tuple[Item, ...]
 
     def tag(self, index: int) -> int:
-        """Return the tag of an item, or of the trailer: all have the prefix of the base."""
+        """Return the tag of an item, or of the trailer. All tags have the prefix of the base."""
         return self.tag_base & ~_OFFSETS | self.tag_base + self.offset + index & _OFFSETS
 
     @property
@@ -106,17 +110,19 @@ _LanePart = tuple[CacheSpec, tuple[Stretch, ...] | None]
 
 
 class CopyPlan:
-    """All lanes of one handoff, each made when it is requested."""
+    """All lanes of one handoff, each derived on request."""
 
     def __init__(
         self, source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]
     ) -> None:
-        """`specs` covers the whole model; the plan is made for those that travel (see
+        """Check both sides and derive the plan.
+
+        `specs` covers the whole model; the plan covers those that are handed over (see
         `travelling`).
 
         Raises:
             IncompatiblePeerError: page lists, layer ranges or numbers of ranks of the two sides do
-                not fit together or the model.
+                not match each other or the model.
         """
         specs = sorted(
             travelling(specs, with_draft=destination.with_draft),
@@ -140,18 +146,18 @@ class CopyPlan:
         self._runs: dict[int, tuple[_Run, ...]] = {}
 
     def lanes_to(self, dest_stage: int) -> tuple[Lane, ...]:
-        """What this destination stage receives."""
+        """Return the lanes that this destination stage receives."""
         lanes = (self._lane(stage, dest_stage) for stage in range(len(self._source.stages)))
         return tuple(lane for lane in lanes if lane.items)
 
     def lanes_from(self, source_stage: int) -> tuple[Lane, ...]:
-        """What this source stage sends."""
+        """Return the lanes that this source stage sends."""
         lanes = (self._lane(source_stage, stage) for stage in range(len(self._destination.stages)))
         return tuple(lane for lane in lanes if lane.items)
 
     @cached_property
     def digest(self) -> str:
-        """Over everything the plan is derived from, and the page runs themselves."""
+        """Return a digest of all inputs of the plan and of the page runs."""
         source, destination = self._source, self._destination
         parts: list[object] = [
             SCHEMA_VERSION,
@@ -197,8 +203,9 @@ class CopyPlan:
         return Lane(source_stage, dest_stage, self._destination.tag_base, offset, items)
 
     def _lane_parts(self, source_stage: int, dest_stage: int) -> list[_LanePart]:
-        """The records of the lane as the source has them, with the stretches that move of each
-        (None: all of it)."""
+        """Return the source's records in the lane, each with the stretches to send (None: all of
+        it).
+        """
         source, dest = self._source.stages[source_stage], self._destination.stages[dest_stage]
         layers = source.layers.intersect(dest.layers)
         parts = (
@@ -241,7 +248,7 @@ class CopyPlan:
         ]
 
     def _runs_of(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> tuple[_Run, ...]:
-        """The slot, or the runs of pages: of one page where parts of them move."""
+        """Return the slot, or the runs of pages; runs have one page if parts of pages are sent."""
         if not spec.kind.is_paged:
             return (
                 _Run(self._source.slot_id, self._destination.slot_id, 1, self._source.num_tokens),
@@ -249,8 +256,7 @@ class CopyPlan:
         return self._page_runs(spec.record_bytes if moved is None else MAX_RUN_BYTES)
 
     def _page_runs(self, record_bytes: int) -> tuple[_Run, ...]:
-        """Page runs for records of this size; most models have one size, so this is worked out
-        once."""
+        """Return the page runs for records of this size, cached because most models have one size."""
         if record_bytes not in self._runs:
             max_pages = max(1, MAX_RUN_BYTES // record_bytes)
             self._runs[record_bytes] = tuple(_page_runs(self._source, self._destination, max_pages))
@@ -264,21 +270,22 @@ def plan_lane(
     source_stage: int,
     dest_stage: int,
 ) -> tuple[Item, ...]:
-    """The items of one lane; empty when the two stages share no layer. Raises
-    IncompatiblePeerError."""
+    """Return the items of one lane, none if the two stages share no layer.
+
+    Raises IncompatiblePeerError.
+    """
     lanes = CopyPlan(source, destination, specs).lanes_from(source_stage)
     return next((lane.items for lane in lanes if lane.dest_stage == dest_stage), ())
 
 
 def _page_runs(source: SourceTerms, destination: DestinationTerms, max_pages: int) -> list[_Run]:
-    """Of the pages that the destination does not hold."""
+    """Return the runs of the pages that the destination has not cached."""
     runs: list[_Run] = []
     run_chunks = (-1, -1)
     pages = list(enumerate(zip(source.page_ids, destination.page_ids, strict=True)))
     for i, (source_page, dest_page) in pages[destination.held_tokens // source.page_size :]:
         end_token = min((i + 1) * source.page_size, source.num_tokens)
-        # The chunks of a page's first and last token: pages of different chunks never travel
-        # together.
+        # The chunks of a page's first and last token: pages of different chunks are never one item.
         chunks = (
             i * source.page_size // source.chunk_tokens,
             (end_token - 1) // source.chunk_tokens,
@@ -340,8 +347,10 @@ def _check_slots(
 
 
 def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> int:
-    """Every layer that caches something must be on exactly one stage, on each of its ranks. Returns
-    how many those are."""
+    """Check that every caching layer is on exactly one stage, on each of its ranks.
+
+    Returns the number of ranks.
+    """
     sizes = {stage.tensor.size for stage in stages}
     if len(sizes) != 1:
         raise IncompatiblePeerError(
@@ -377,14 +386,14 @@ def plan_destination(
     with_draft: bool = False,
     held_tokens: int = 0,
 ) -> DestinationTerms:
-    """Return the destination's answer to `source`.
+    """Return the destination terms for `source`.
 
-    `tag_base` (64 bits) and `key` are random, and new for each epoch. `page_ids` are the prompt's
-    pages only (growth is not handed over), those of the first `held_tokens` tokens among them.
+    `tag_base` (64 bits) and `key` are random and new for each epoch. `page_ids` are the pages of
+    the prompt only (growth is not handed over), including those of the first `held_tokens` tokens.
     `specs` covers the whole model.
 
     Raises:
-        IncompatiblePeerError: the two sides do not fit together.
+        IncompatiblePeerError: the two sides do not match.
     """
     destination = DestinationTerms(
         session_id,
@@ -404,11 +413,10 @@ def plan_destination(
 def check_plan(
     source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]
 ) -> CopyPlan:
-    """The plan both sides have agreed on.
+    """Return the plan that both sides have agreed on.
 
     Raises:
-        IncompatiblePeerError: this side derives another plan than the one the destination terms
-            were made for.
+        IncompatiblePeerError: this side derives another plan than that of the destination terms.
     """
     plan = CopyPlan(source, destination, specs)
     if plan.digest != destination.plan_digest:

@@ -1,5 +1,7 @@
-"""What two pools agree on for one handoff, as plain values. `transfer/plan/codec.py` maps them to
-the wire."""
+"""Terms of one handoff between two pools, as plain values.
+
+`transfer/plan/codec.py` maps them to the wire.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,8 +11,11 @@ from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
 
 @dataclass(frozen=True)
 class StageEndpoint:
-    """One process of a pool: its layers, the address of its transfer worker, its incarnation, and
-    which rank of its stage it is."""
+    """One process of a pool.
+
+    It has its layers, the address of its transfer worker, its incarnation, and its rank in its
+    stage.
+    """
 
     layers: LayerRange
     address: bytes
@@ -20,9 +25,12 @@ class StageEndpoint:
 
 @dataclass(frozen=True)
 class SourceTerms:
-    """The sending side. `page_ids` are the prompt's pages in position order; no item spans a
-    multiple of `chunk_tokens`, so that an item can leave as soon as its chunk has passed its layer.
-    `sends_rest`: pages that the destination holds need not be sent."""
+    """Terms of the sending side.
+
+    `page_ids` are the prompt's pages in position order. No item spans a multiple of `chunk_tokens`,
+    so that an item can be sent as soon as its chunk has passed its layer. `sends_rest`: pages that
+    the destination has cached need not be sent.
+    """
 
     compatibility: str
     compatibility_text: str
@@ -37,10 +45,13 @@ class SourceTerms:
 
 @dataclass(frozen=True)
 class DestinationTerms:
-    """The receiving side: "deliver it like this". The destination states the layout, the source
-    delivers it. `key` authenticates what is sent: random, of this epoch alone, and never shown.
-    `with_draft`: it takes the state of the source's draft, too. The pages of the prompt's first
-    `held_tokens` are there already, and others may be reading them: nothing is sent into these."""
+    """Terms of the receiving side, which define the layout that the source delivers.
+
+    `key` authenticates the items: it is random, belongs to one epoch and is never shown.
+    `with_draft`: the destination also accepts the state of the source's draft. The destination has
+    cached the pages of the prompt's first `held_tokens` tokens. Other requests may read these
+    pages, so nothing is sent into them.
+    """
 
     session_id: str
     epoch: int
@@ -55,20 +66,22 @@ class DestinationTerms:
 
 
 class StageSessionState(StrEnum):
-    """What a stage reports about one epoch of a session."""
+    """States of one epoch of a session that a stage reports."""
 
-    OPEN = "open"  # receives posted, or sends planned
-    COMPLETE = "complete"  # everything landed and was checked, or everything was sent
+    OPEN = "open"  # receives are posted, or sends are planned
+    COMPLETE = "complete"  # everything was received and verified, or everything was sent
     FAILED = "failed"
-    DRAINED = (
-        "drained"  # no read or write of its memory can still happen; the last report of a session
-    )
+    # Its memory can no longer be read or written; the last report of a session.
+    DRAINED = "drained"
 
 
 @dataclass(frozen=True)
 class ChunkTiming:
-    """What has left a stage of the chunk of a prompt that ends at `num_tokens`: from the release of
-    its first layer to its last byte, in seconds of the process's clock."""
+    """Transfer of one chunk of a prompt by one stage, in seconds of the process's clock.
+
+    The chunk ends at `num_tokens`. `released_s` is the release of its first layer, `left_s` the
+    sending of its last byte.
+    """
 
     num_tokens: int
     num_bytes: int
@@ -78,9 +91,11 @@ class ChunkTiming:
 
 @dataclass(frozen=True)
 class StageSessionEvent:
-    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when
-    FAILED. `chunk_timings` by position in the prompt, when a sending stage is COMPLETE; they stay
-    in the process."""
+    """State change of a session on this stage.
+
+    `error_reason` is the `reason` of the BatonError, set if FAILED. `chunk_timings` are ordered by
+    position in the prompt and set if a sending stage is COMPLETE; they stay in the process.
+    """
 
     session_id: str
     epoch: int

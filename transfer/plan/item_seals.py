@@ -1,10 +1,10 @@
-"""The proof that what arrived in a lane is what its source sent for this epoch of this session.
+"""Proof that a lane's received items are those that its source sent for this epoch and session.
 
-The destination makes a random key for each epoch of a session, which travels in its terms, over
-gRPC only. From it both sides derive a key for each lane. The source makes an authenticator of each
-item as it sends it and ends the lane with the *trailer*: the authenticators in item order, then one
-of the trailer itself. Each has the tag of its message as its number. So an item that landed in
-another's place, or comes from another lane, session, epoch or pool, does not match, although its
+The destination makes a random key for each epoch of a session, which is sent in its terms over gRPC
+only. From it both sides derive a key for each lane. The source computes an authenticator of each
+item as it sends it, and ends the lane with the *trailer*: the authenticators in item order, then
+one of the trailer itself. Each authenticator uses the tag of its message as its number. So an item
+in another item's place, or of another lane, session, epoch or pool, does not match, even if its
 bytes are intact.
 """
 
@@ -19,7 +19,7 @@ from transfer.transport.protocol import host_bytes
 
 
 class LaneSeals:
-    """The authenticators of one lane's messages, as either side makes them."""
+    """Authenticators of one lane's messages, computed by either side."""
 
     def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         place = f"{destination.epoch} {lane.source_stage} {lane.dest_stage}"
@@ -48,8 +48,7 @@ class LaneSeals:
         return bytearray(body + self._authenticator.seal(self._lane.trailer_tag, body))
 
     def unpack_trailer(self, trailer: bytes | bytearray) -> list[bytes] | None:
-        """Return the authenticators in item order; None when the trailer itself is not what was
-        sent."""
+        """Return the authenticators in item order, or None if the trailer itself is not authentic."""
         body = bytes(trailer[:-SEAL_BYTES])
         if not self._authenticator.accepts(
             bytes(trailer[-SEAL_BYTES:]), self._lane.trailer_tag, body
@@ -59,8 +58,7 @@ class LaneSeals:
 
 
 def differing(ours: Sequence[bytes], theirs: Sequence[bytes]) -> list[int]:
-    """Return which authenticators of two lists are not the same. Takes as long wherever they
-    differ."""
+    """Return the indices at which two lists of authenticators differ, in constant time."""
     return [
         index
         for index, pair in enumerate(zip(ours, theirs, strict=True))

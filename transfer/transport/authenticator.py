@@ -1,12 +1,11 @@
-"""Keys that travel over gRPC only, and the authenticators of messages that travel over UCX and
-shared memory.
+"""Keys that are sent over gRPC only, and authenticators of messages over UCX and shared memory.
 
 A key is 32 random bytes. Both ends derive from it a key for each direction of a pool, or for each
-lane of a handoff, by keyed BLAKE2b. What was derived for one place says nothing about another.
+lane of a handoff, by keyed BLAKE2b. One derived key reveals nothing about another.
 
 An authenticator is GMAC: AES-256-GCM that encrypts at most a label, with the message as additional
-data. Its number must not be used twice under one key, unless for the same message. It is the
-fastest that a maintained library offers (docs/measurements.md has the others).
+data. Its number must not be used twice with one key, unless for the same message. It is the fastest
+one in a maintained library (docs/measurements.md lists the others).
 """
 
 import hashlib
@@ -30,8 +29,11 @@ def new_key() -> bytes:
 
 
 def derived(key: bytes, purpose: str, *context: bytes, num_bytes: int = KEY_BYTES) -> bytes:
-    """Return at most 64 bytes that only holders of `key` can know. Each `purpose` (at most 16
-    characters of ASCII) and each sequence of `context` gives others."""
+    """Return at most 64 bytes that only holders of `key` can derive.
+
+    Each `purpose` (at most 16 ASCII characters) and each sequence of `context` yields different
+    bytes.
+    """
     hashed = hashlib.blake2b(key=key, digest_size=num_bytes, person=purpose.encode())
     for part in context:
         hashed.update(_LENGTH.pack(len(part)) + part)
@@ -39,7 +41,7 @@ def derived(key: bytes, purpose: str, *context: bytes, num_bytes: int = KEY_BYTE
 
 
 class Authenticator:
-    """GMAC under one key."""
+    """GMAC with one key."""
 
     def __init__(self, key: bytes) -> None:
         self._encrypt = AESGCM(key).encrypt
@@ -52,6 +54,5 @@ class Authenticator:
     def accepts(
         self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b""
     ) -> bool:
-        """Return whether `seal` is the authenticator of message and label. Takes as long whichever
-        byte differs."""
+        """Return whether `seal` is the authenticator of message and label, in constant time."""
         return hmac.compare_digest(seal, self.seal(number, message, label))

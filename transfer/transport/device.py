@@ -1,21 +1,20 @@
-"""A transport for pools in a device's memory, over one for host memory: what moves crosses pinned
-host buffers.
+"""Transport for pools in device memory, on top of one for host memory: messages pass pinned
+buffers.
 
     sending     a buffer is free ─▶ records copied there ─▶ sent ─▶ DONE: digested there ─▶ buffer free
     receiving   message is there and a buffer free ─▶ received ─▶ copied to the records ─▶ DONE: digested ─▶ free
 
-Where the transport below reaches the device (UCX with cuda_copy and cuda_ipc), the records
-themselves are given to it, and what is copied to the host is only for the digest, while they are
-being sent and after they were received.
+If the inner transport can access the device (UCX with cuda_copy and cuda_ipc), it gets the records
+themselves. Then records are copied to the host only for their digest, while they are being sent and
+after they were received.
 
-An operation is PENDING until the last copy that concerns it is over. So what holds of the transport
-below holds of the device's memory, too: an operation that has ended touches nothing any more, and a
-session whose operations have all ended is drained. What is in host memory (trailers) passes through
-untouched, and the bytes on the wire are those that host pools send: either side may have its pools
-where it likes.
+An operation is PENDING until its last copy is over. So the guarantees of the inner transport also
+hold for the device's memory: an operation that has ended accesses no memory, and a session whose
+operations have all ended is drained. Messages in host memory (trailers) pass through unchanged. The
+bytes on the wire are the same as those of host pools, so each side may place its pools on either.
 
-Nothing can end a copy that a device does not end. Then the transport fails as a whole, and with it
-the process.
+A copy that the device does not end cannot be ended otherwise. Then the transport fails as a whole,
+and the process with it.
 """
 
 import time
@@ -35,63 +34,63 @@ COPY_LIMIT_S = 10.0
 
 
 class Route(StrEnum):
-    """How a device's bytes travel."""
+    """Path of a device's bytes."""
 
-    PINNED = "pinned"  # through host buffers, which any transport reaches
-    DIRECT = "direct"  # the transport below reaches the device's memory
+    PINNED = "pinned"  # through host buffers, which any transport can access
+    DIRECT = "direct"  # the inner transport can access the device's memory
 
 
 class Loan(Protocol):
-    """A pinned host buffer, lent for one message. Copies run by themselves; one at a time."""
+    """Pinned host buffer, borrowed for one message. Copies are asynchronous, one at a time."""
 
     @property
     def content(self) -> memoryview:
-        """As many bytes as were requested."""
+        """Return the buffer's memory, with the requested number of bytes."""
         ...
 
     def fetch(self, source: Buffer) -> None:
-        """Start copying from the device into the buffer."""
+        """Start to copy from the device into the buffer."""
         ...
 
     def store(self, target: Buffer) -> None:
-        """Start copying from the buffer to the device."""
+        """Start to copy from the buffer to the device."""
         ...
 
     def is_settled(self) -> bool:
-        """Whether the copy is over. Never waits."""
+        """Return whether the copy is over. Never waits."""
         ...
 
     def release(self) -> None:
-        """Give the buffer back; the copy is over."""
+        """Return the buffer; the copy must be over."""
         ...
 
 
 class Staging(Protocol):
-    """The pinned buffers of one device, each large enough for any message of its pools."""
+    """Pinned buffers of one device, each large enough for any message of its pools."""
 
     @property
     def num_buffers(self) -> int:
-        """At least 2."""
+        """Return the number of buffers, at least 2."""
         ...
 
     def check_thread(self) -> None:
-        """Raises InternalError in a thread that is not the one prepared for this device."""
+        """Raise InternalError in a thread that was not prepared for this device."""
         ...
 
     def borrow(self, num_bytes: int) -> Loan | None:
-        """None while all are lent."""
+        """Borrow a buffer, or return None while all are in use."""
         ...
 
 
 class _Crossing:
-    """One message on its way between a device's records and the transport below."""
+    """One message between a device's records and the inner transport."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         self.loan: Loan | None = None
         self.copying_since_s = 0.0
         self.is_copied = False
-        self.sent: Operation | None = None  # below, once it has ended
+        self.sent: Operation | None = None  # operation of the inner transport, once it has ended
 
     @property
     def lent(self) -> Loan:
@@ -100,8 +99,11 @@ class _Crossing:
 
 
 class DeviceTransport:
-    """See `Transport`. Sends take at most half of the buffers, so that two pools that send to each
-    other never wait for each other."""
+    """`Transport` for device memory.
+
+    Sends use at most half of the buffers, so that two pools that send to each other cannot
+    deadlock.
+    """
 
     def __init__(
         self,
@@ -117,21 +119,19 @@ class DeviceTransport:
         self._clock = clock
         self._copy_limit_s = copy_limit_s
         self._route = route
-        self._num_sends = 0  # that have a buffer
+        self._num_sends = 0  # number of sends with a buffer
         self._max_sends = staging.num_buffers // 2
         self._unsent: deque[_Crossing] = deque()  # sends that wait for a buffer
         self._fetching: deque[_Crossing] = deque()
-        self._storing: deque[_Crossing] = (
-            deque()
-        )  # to the device, or from it what was received there
+        # Copies to the device, or from it for the digest of received records.
+        self._storing: deque[_Crossing] = deque()
         self._landed: deque[_Crossing] = deque()  # received on the device, waiting for a buffer
-        self._sending: dict[Operation, _Crossing] = {}  # by operation below
+        self._sending: dict[Operation, _Crossing] = {}  # by inner operation
         self._receiving: dict[Operation, _Crossing] = {}
-        self._below: dict[Operation, Operation] = {}  # receives: ours to the one below
+        self._below: dict[Operation, Operation] = {}  # receives: outer to inner operation
         self._ended: list[Operation] = []
-        self._read: list[
-            Loan
-        ] = []  # of operations that were reported: may be read until the next `progress`
+        # Buffers of reported operations, which may be read until the next `progress`.
+        self._read: list[Loan] = []
         self._num_pending = 0
         self._is_checked = False
 
@@ -196,7 +196,10 @@ class DeviceTransport:
         self._unsent = kept
 
     def progress(self) -> list[Operation]:
-        """Raises InternalError when a copy takes longer than the limit: the device hangs."""
+        """Implement `Transport.progress`.
+
+        Raises InternalError if a copy exceeds its time limit, because the device hangs.
+        """
         if not self._is_checked:
             self._staging.check_thread()
             self._is_checked = True
@@ -220,7 +223,7 @@ class DeviceTransport:
 
     def wait(self, timeout_s: float) -> None:
         if self._fetching or self._storing:
-            time.sleep(min(timeout_s, COPY_POLL_S))  # a copy's end wakes no thread
+            time.sleep(min(timeout_s, COPY_POLL_S))  # the end of a copy wakes no thread
         elif not self._ended:
             self._inner.wait(timeout_s)
 
@@ -228,8 +231,11 @@ class DeviceTransport:
         self._inner.wake()
 
     def close(self) -> None:
-        """Raises InternalError when copies do not end within the limit: they may still touch the
-        device's memory."""
+        """Implement `Transport.close`.
+
+        Raises InternalError if copies do not end within the limit: they may still access the
+        device's memory.
+        """
         self._inner.close()
         while self._fetching or self._storing:
             for copies in (self._fetching, self._storing):
@@ -240,13 +246,13 @@ class DeviceTransport:
             *self._read,
             *(crossing.loan for crossing in crossings if crossing.loan is not None),
         }:
-            loan.release()  # a direct send's is in both
+            loan.release()  # the loan of a direct send is in both
         self._read.clear()
         self._sending.clear()
         self._receiving.clear()
 
     def _fetch(self) -> None:
-        """Start the copies of sends as far as there are buffers, in order."""
+        """Start the copies of sends in order while buffers are free."""
         while self._unsent and self._num_sends < self._max_sends:
             crossing = self._unsent[0]
             operation = crossing.operation
@@ -263,7 +269,7 @@ class DeviceTransport:
             self._unsent.popleft()
 
     def _fetch_landed(self) -> None:
-        """Start the copies that digests are taken of."""
+        """Start the copies from which digests are computed."""
         while self._landed:
             self._landed[0].loan = self._staging.borrow(self._landed[0].operation.num_bytes)
             if self._landed[0].loan is None:
@@ -280,7 +286,9 @@ class DeviceTransport:
         self._sending[self._inner.send(operation.peer, operation.tag, buffer)] = crossing
 
     def _settled(self, copies: deque[_Crossing]) -> list[_Crossing]:
-        """Those whose copies are over; they were started in this order, and end in it."""
+        """Remove and return the crossings whose copies are over; copies end in the order of their
+        start.
+        """
         settled = []
         while copies and copies[0].lent.is_settled():
             settled.append(copies.popleft())
@@ -292,8 +300,10 @@ class DeviceTransport:
         return settled
 
     def _on_below(self, below: Operation) -> None:
-        """An operation of the transport below has ended: one of ours goes on, or it is passed on as
-        it is."""
+        """Process an ended operation of the inner transport.
+
+        It continues an outer operation, or is passed on unchanged.
+        """
         received = self._receiving.pop(below, None)
         crossing = received or self._sending.pop(below, None)
         if crossing is None:

@@ -1,14 +1,14 @@
-"""One forming of a pool as its members know it, and how they recognize each other's frames.
+"""One forming of a pool: how its members recognize each other's frames.
 
 The leader makes a `Forming` and sends it to every member over its Join stream. From its key both
-ends of each direction derive the tag that UCX carries, the first number of the frames, and the key
-of their authenticators:
+ends of each direction derive the UCX tag, the first frame number, and the key of the
+authenticators:
 
-    frame    <16s Q …   authenticator, number, and what is sent; the authenticator covers all that follows it
+    frame    <16s Q …   authenticator, number, content; the authenticator covers everything after it
 
-Numbers count the frames of a direction, from a start that is not known outside the pool. A member
-accepts the next number only. So a frame that was recorded, reordered, left out, sent to another
-member, or made in another forming or pool is told from the one that is due.
+Numbers count the frames of a direction, from a start that is unknown outside the pool. A member
+accepts only the next number. So it rejects a frame that was recorded, reordered, sent to another
+member, or made in another forming or pool, and detects a missing one.
 """
 
 import struct
@@ -24,13 +24,16 @@ _PLACE = struct.Struct("<QQII")
 _MASK = (1 << 64) - 1
 _FRAMES = "baton frames"
 _SECRET_BYTES = KEY_BYTES + 16
-_MAX_EARLIER = 4096  # tags of formings before, kept for the reason of a refusal
+_MAX_EARLIER = 4096  # tags of earlier formings, kept for the reason of a rejection
 
 
 @dataclass(frozen=True)
 class Forming:
-    """`members` are the incarnations of the pool's processes by rank, `session` is a random number
-    of 64 bits. `epoch` counts the formings of a pool, also by successive leaders."""
+    """One forming of a pool.
+
+    `members` are the incarnations of the pool's processes by rank. `session` is a random number of
+    64 bits. `epoch` counts the formings of a pool across successive leaders.
+    """
 
     epoch: int
     session: int
@@ -39,7 +42,7 @@ class Forming:
 
     @property
     def room(self) -> str:
-        """The name under which members meet for links, which others do not know."""
+        """Return the name under which members meet for links, which is secret outside the pool."""
         return self.secret("baton links", 0, 0, 16).hex()
 
     def secret(self, purpose: str, sender: int, receiver: int, num_bytes: int) -> bytes:
@@ -54,8 +57,7 @@ class Forming:
 
 
 class Direction:
-    """What one member sends to one other: its tag, and authenticators under its key with the
-    numbers that are next. Each end has its own copy."""
+    """Messages from one member to another: their tag, key and next number. Each end has a copy."""
 
     def __init__(self, forming: Forming, purpose: str, sender: int, receiver: int) -> None:
         secret = forming.secret(purpose, sender, receiver, _SECRET_BYTES)
@@ -64,18 +66,17 @@ class Direction:
         (self.next,) = _NUMBER.unpack_from(secret, KEY_BYTES + 8)
 
     def seal(self, message: Message, label: bytes = b"") -> bytes:
-        """Return the authenticator of a message under the number that is next."""
+        """Return the authenticator of a message with the next number."""
         return self.authenticator.seal(self.next, message, label)
 
     def advance(self) -> None:
-        """The number that is next has been used."""
+        """Advance the number after its use."""
         self.next = (self.next + 1) & _MASK
 
     def accept(
         self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b""
     ) -> RefusalReason | None:
-        """Return why a message of this number is not the one that is due. Of the due one None,
-        once."""
+        """Return None and advance if the message is the next one, else the reason of its rejection."""
         if not self.authenticator.accepts(seal, number, message, label):
             return RefusalReason.DAMAGED
         if number != self.next:
@@ -89,7 +90,7 @@ class Direction:
 
 
 class FrameSeals:
-    """The frames of one member of a forming, in both directions."""
+    """Frame authenticators of one member of a forming, in both directions."""
 
     def __init__(self, forming: Forming, rank: int) -> None:
         ranks = range(len(forming.members))
@@ -103,17 +104,17 @@ class FrameSeals:
         self.tags = frozenset(
             _tag(forming.secret(_FRAMES, *pair, _SECRET_BYTES)) for pair in permutations(ranks, 2)
         )
-        """Of all directions of the forming."""
+        """Tags of all directions of the forming."""
 
     def sender(self, tag: int) -> int | None:
-        """Return the rank of the member that sends to this one under the tag."""
+        """Return the rank of the member that sends to this one under the tag, or None."""
         return self._sender_by_tag.get(tag)
 
     def tag_to(self, rank: int) -> int:
         return self._to[rank].tag
 
     def seal(self, rank: int, frame: bytearray) -> int:
-        """Fill in the first `HEAD_BYTES` of a frame to this member. Return its tag."""
+        """Fill in the first `HEAD_BYTES` of a frame to this member, and return its tag."""
         direction = self._to[rank]
         number = direction.next
         _NUMBER.pack_into(frame, SEAL_BYTES, number)
@@ -122,7 +123,9 @@ class FrameSeals:
         return direction.tag
 
     def open(self, rank: int, frame: memoryview) -> RefusalReason | None:
-        """Return why a frame under this member's tag is not the one that is due."""
+        """Return the reason to reject a frame under this member's tag, or None if it is the next
+        one.
+        """
         if len(frame) < HEAD_BYTES:
             return RefusalReason.DAMAGED
         (number,) = _NUMBER.unpack_from(frame, SEAL_BYTES)
@@ -130,7 +133,7 @@ class FrameSeals:
 
 
 class EarlierTags:
-    """Tags of formings before the present one, the latest of them."""
+    """Tags of the latest formings before the current one."""
 
     def __init__(self) -> None:
         self._tags: dict[int, None] = {}

@@ -1,5 +1,7 @@
-"""Pairs arriving messages with posted receives, for transports that see a message before they take
-it."""
+"""Matching of arriving messages with posted receives.
+
+It is for transports that see a message before they accept it.
+"""
 
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
@@ -9,24 +11,24 @@ from transfer.transport.refusals import RefusalReason, Refusals
 
 M = TypeVar("M")
 
-MAX_PREFIXES = 65_536  # that are told apart from foreign ones
+MAX_PREFIXES = 65_536  # limit of prefixes that are distinguished from foreign ones
 
 
 class MessageMatcher(Generic[M]):
-    """Posted receives by tag. A message that no receive waits for is refused: receives are posted
-    before their sender hears of their tags, so none of its messages can come too early. Whatever a
-    method returns as messages is to be discarded by the transport.
+    """Posted receives by tag.
+
+    A message without a posted receive is rejected. Receives are posted before the sender learns
+    their tags, so its messages cannot arrive too early. The transport must discard the messages
+    that a method returns.
     """
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._posted: dict[int, deque[Operation]] = {}
-        self._starved: deque[tuple[Operation, M]] = (
-            deque()
-        )  # matched, but there is no memory for the message yet
-        self._known: OrderedDict[int, bool] = (
-            OrderedDict()
-        )  # prefixes of tags: whether they are retired
+        # Matched, but there is no memory for the message yet.
+        self._starved: deque[tuple[Operation, M]] = deque()
+        # By tag prefix: whether it is retired.
+        self._known: OrderedDict[int, bool] = OrderedDict()
 
     def post(self, operation: Operation) -> None:
         """Wait for a message."""
@@ -34,7 +36,7 @@ class MessageMatcher(Generic[M]):
         self._note(tag_prefix(operation.tag), is_retired=False)
 
     def arrive(self, tag: int, num_bytes: int, message: M) -> tuple[Operation | None, list[M]]:
-        """Return the receive that takes this message, if one waits, and messages to discard."""
+        """Return the receive of this message, if one is posted, and messages to discard."""
         waiting = self._posted.get(tag)
         if not waiting:
             self._refusals.add(self._reason(tag), f"{num_bytes} bytes under tag {tag:#018x}")
@@ -45,15 +47,17 @@ class MessageMatcher(Generic[M]):
         return (operation if self._is_fed(operation, message) else None), []
 
     def fed(self) -> list[tuple[Operation, M]]:
-        """Return receives for whose messages there is memory by now, first come, first served."""
+        """Return receives for whose messages memory is now available, in order of arrival."""
         pairs = []
         while self._starved and self._starved[0][0].has_memory():
             pairs.append(self._starved.popleft())
         return pairs
 
     def cancel(self, operation: Operation) -> tuple[bool, list[M]]:
-        """Drop a receive that still waits, for its message or for memory. Return whether it did,
-        and messages to discard."""
+        """Cancel a receive that still waits for its message or for memory.
+
+        Returns whether it did, and messages to discard.
+        """
         for pair in self._starved:
             if pair[0] is operation:
                 self._starved.remove(pair)
@@ -67,7 +71,7 @@ class MessageMatcher(Generic[M]):
         return True, []
 
     def cancel_peer(self, peer: Peer) -> tuple[list[Operation], list[M]]:
-        """Drop every waiting receive of this peer. Return them, and messages to discard."""
+        """Cancel every waiting receive of this peer; return them, and messages to discard."""
         lost = [operation for operation in self._waiting() if operation.peer is peer]
         discarded = list[M]()
         for operation in lost:
@@ -75,11 +79,11 @@ class MessageMatcher(Generic[M]):
         return lost, discarded
 
     def retire(self, prefix: int) -> None:
-        """Remember that an epoch of a session is over: its messages are late, not foreign."""
+        """Mark the epoch of a session as over: its messages are late, not foreign."""
         self._note(prefix, is_retired=True)
 
     def clear(self) -> list[M]:
-        """Drop everything, for closing. Return messages to discard."""
+        """Drop all receives before closing; return messages to discard."""
         starving = [message for _, message in self._starved]
         self._posted.clear()
         self._starved.clear()
@@ -102,7 +106,7 @@ class MessageMatcher(Generic[M]):
         return [*posted, *(operation for operation, _ in self._starved)]
 
     def _is_fed(self, operation: Operation, message: M) -> bool:
-        """Whether there is memory for the message; else it waits behind those that wait already."""
+        """Return whether memory for the message is available; otherwise queue it."""
         if isinstance(operation.buffer, Berth) and (self._starved or not operation.has_memory()):
             self._starved.append((operation, message))
             return False

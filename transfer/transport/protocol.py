@@ -1,14 +1,15 @@
-"""What moves bytes between two processes. One protocol, one contract suite
-(tests/transfer/contract.py).
+"""Transport of bytes between two processes: one protocol with one contract suite.
 
-A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one session's epoch;
-the rest, its *prefix*, is the epoch's. The receiving side matches a message only after it has seen
-its length, so a message of the wrong size never writes a byte, and a receive that was cancelled
-before it was matched is over at once: nothing refers to its memory any more. A matched receive ends
-with its message, or when the peer's connection is closed.
+The suite is tests/transfer/contract.py.
 
-Buffers are host bytes; a transport for a device's memory (see `device.py`) takes that as well.
-`Wakeup` is how another thread ends the wait of a transport's owner.
+A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one session epoch; the
+rest, its *prefix*, identifies the epoch. The receiver matches a message only after it has seen its
+length, so a message of the wrong size never writes a byte. A receive that was cancelled before its
+match ends at once, and its memory is no longer referenced. A matched receive ends with its message,
+or when the connection to the peer is closed.
+
+Buffers are host bytes; a transport for device memory (see `device.py`) accepts that as well. With
+`Wakeup` another thread ends the wait of a transport's owner.
 """
 
 import contextlib
@@ -28,45 +29,49 @@ NO_BYTES = memoryview(b"")
 
 
 def tag_prefix(tag: int) -> int:
-    """What all tags of one session's epoch share."""
+    """Return the part that all tags of one session epoch share."""
     return tag >> TAG_OFFSET_BITS
 
 
 def host_bytes(buffer: Buffer) -> memoryview:
-    """For what reaches nothing else. Raises InternalError for a device's memory."""
+    """Return the buffer as host bytes. Raises InternalError for device memory."""
     if not isinstance(buffer, memoryview):
         raise InternalError(
-            f"{type(buffer).__name__} is not host memory, and nothing else is reached here"
+            f"{type(buffer).__name__} is not host memory, and only host memory can be used here"
         )
     return buffer
 
 
 class OperationState(StrEnum):
-    """Of a send or a receive. Whatever is not PENDING is final."""
+    """State of a send or a receive. All states except PENDING are final."""
 
     PENDING = "pending"
-    DONE = "done"  # a send: the buffer may be reused; a receive: all bytes are there
+    DONE = "done"  # a send: the buffer may be reused; a receive: all bytes have arrived
     FAILED = "failed"  # `error` is the cause
     CANCELLED = "cancelled"  # by `cancel_receive`, before any byte was written
 
 
 class Peer(Protocol):
-    """A connection to another process."""
+    """Connection to another process."""
 
     @property
     def address(self) -> bytes: ...
 
     @property
     def alive(self) -> bool:
-        """False once the connection has failed or was closed; it does not come back, `connect`
-        makes a new one."""
+        """Return False once the connection has failed or was closed.
+
+        It does not recover; `connect` makes a new one.
+        """
         ...
 
 
 class Berth:
-    """Memory for one incoming message, borrowed only once the message is there. `borrow` returns
-    None while none is free; the maker of the berth gives the memory back when the receive has
-    ended."""
+    """Memory for one incoming message, borrowed only when the message has arrived.
+
+    `borrow` returns None if no memory is free. The creator of the berth releases the memory when
+    the receive has ended.
+    """
 
     def __init__(self, num_bytes: int, borrow: Callable[[], memoryview | None]) -> None:
         self.nbytes = num_bytes
@@ -74,11 +79,12 @@ class Berth:
 
 
 class Operation:
-    """One send or one receive. While it is PENDING the transport may read or write `buffer`;
-    afterwards never again.
+    """One send or one receive.
 
-    `content`: the message's bytes on the host, once it is DONE. Those of a device's memory are a
-    copy, which may be read until the next `progress`.
+    The transport may read or write `buffer` while the operation is PENDING, and never afterwards.
+
+    `content`: the message's bytes on the host, once it is DONE. For device memory this is a copy,
+    which may be read until the next `progress`.
     """
 
     __slots__ = ("buffer", "content", "error", "peer", "state", "tag")
@@ -96,7 +102,7 @@ class Operation:
         return self.buffer.nbytes
 
     def has_memory(self) -> bool:
-        """For transports, when the message is there: False while its berth has none for it."""
+        """Borrow memory for an arrived message; return False if the berth has none. For transports."""
         if isinstance(self.buffer, Berth):
             memory = self.buffer.borrow()
             if memory is None:
@@ -105,36 +111,38 @@ class Operation:
         return True
 
     def finish(self, state: OperationState, error: BatonError | None = None) -> None:
-        """For transports: the operation is over."""
+        """End the operation. For transports."""
         self.state = state
         self.error = error
 
 
 class Transport(Protocol):
-    """Tagged messages straight from and into the caller's memory.
+    """Tagged messages directly from and into the caller's memory.
 
-    Belongs to one thread, but for `address` and `wake`. Messages of one sender with one tag arrive
-    in the order they were sent; otherwise there is no order.
+    Belongs to one thread, except for `address` and `wake`. Messages of one sender with one tag
+    arrive in the order in which they were sent; otherwise there is no order.
     """
 
     @property
     def address(self) -> bytes:
-        """What `connect` takes in another process. A bearer capability: it travels only over the
-        gRPC plane."""
+        """Return the argument for `connect` in another process.
+
+        It is a bearer capability, so it is sent only over gRPC.
+        """
         ...
 
     @property
     def num_pending(self) -> int:
-        """Operations that were returned by `send` or `post_receive` and not yet by `progress`."""
+        """Return the number of operations that `progress` has not returned yet."""
         ...
 
     @property
     def refused(self) -> Mapping[RefusalReason, int]:
-        """How many messages were refused, by reason. Any thread."""
+        """Return the number of rejected messages by reason. Thread-safe."""
         ...
 
     def connect(self, address: bytes) -> Peer:
-        """The connection to this address, made or found. Returns before the peer has answered.
+        """Return the connection to this address, existing or new, without waiting for the peer.
 
         Raises:
             PeerLostError: the address is not usable here.
@@ -142,65 +150,77 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
-        """Send the bytes of `buffer`. A peer that is gone makes the operation FAILED with
-        PeerLostError."""
+        """Send the bytes of `buffer`.
+
+        If the peer is gone, the operation is FAILED with PeerLostError.
+        """
         ...
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
-        """Accept one message with exactly this tag and exactly this length into `buffer`, from now
-        on: a message that no receive waits for is refused, though its sender sees it as sent. While
-        a berth has no memory, its message waits where it is, and other messages pass it.
+        """Accept one message with exactly this tag and length into `buffer`.
 
-        `peer` is who is going to send it. FAILED with HandoffError when the length differs (nothing
-        is written), with PeerLostError when the connection ends before the message.
+        A message without a posted receive is rejected, although its sender sees it as sent. While a
+        berth has no memory, its message waits, and other messages overtake it.
+
+        `peer` is the sender. The operation is FAILED with HandoffError if the length differs
+        (nothing is written), or with PeerLostError if the connection ends before the message.
         """
         ...
 
     def cancel_receive(self, operation: Operation) -> None:
-        """Stop waiting. CANCELLED if no message was matched yet; else it ends as the message
-        does."""
+        """Stop waiting for a message.
+
+        The receive is CANCELLED if no message was matched yet; otherwise it ends with its message.
+        """
         ...
 
     def retire(self, prefix: int) -> None:
-        """Count messages with this tag prefix as late from now on: its receives are over. Prefixes
-        are kept within a bound."""
+        """Count messages with this tag prefix as late from now on, because its receives are over.
+
+        The number of stored prefixes is limited.
+        """
         ...
 
     def close_peer(self, peer: Peer) -> None:
-        """Cut the connection. Every operation with this peer ends, and nothing can read or write
-        its buffers after."""
+        """Cut the connection.
+
+        Every operation with this peer ends, and its buffers can no longer be read or written.
+        """
         ...
 
     def progress(self) -> list[Operation]:
-        """Do what can be done without waiting; the operations that ended since the last call, each
-        exactly once."""
+        """Do all work that needs no waiting; return the operations that ended since the last call.
+
+        Each operation is returned exactly once.
+        """
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until `progress` may have something to do, `wake` was called, or the time is up."""
+        """Sleep until `progress` may have work, `wake` was called, or the time is over."""
         ...
 
     def wake(self) -> None:
-        """Make the present or the next `wait` return at once. From any thread."""
+        """Make the current or the next `wait` return at once. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Close every peer and free everything. Pending operations end; they are not reported any
-        more."""
+        """Close every peer and release everything. Pending operations end without a report."""
         ...
 
 
 class Wakeup:
-    """A file descriptor that another thread can make readable; calls while the owner is awake count
-    as one. An eventfd for `poll`. `set` may be called from any thread, everything else by the
-    owner."""
+    """An eventfd for `poll` that another thread makes readable.
+
+    Calls while the owner is awake count as one. `set` is thread-safe; all other methods belong to
+    the owner.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_set = False
-        # The flag and the descriptor change together: were the flag down and the descriptor
-        # readable, every `sleep` would return at once, for ever. And `set` never writes to a
-        # descriptor that was closed and reused.
+        # The flag and the descriptor change together: with the flag down and the descriptor
+        # readable, every `sleep` would return at once, forever. The lock also keeps `set` from
+        # writing to a descriptor that was closed and reused.
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
@@ -210,13 +230,12 @@ class Wakeup:
         return self._is_set
 
     def watch(self, fd: int) -> None:
-        """Let `wait` also return when this descriptor is readable."""
+        """Make `wait` also return when this descriptor is readable."""
         self._poll.register(fd, select.POLLIN)
 
     def set(self) -> None:
-        # Only the first call since the last `clear` pays for a system call. The owner clears first
-        # and looks at its queues after, so no call is lost; at worst one `wait` returns for
-        # nothing.
+        # Only the first call since the last `clear` costs a system call. The owner clears first and
+        # then checks its queues, so no call is lost; at worst one `wait` returns too early.
         if self._is_set:
             return
         with self._lock:
@@ -230,7 +249,7 @@ class Wakeup:
             os.eventfd_read(self._fd)
 
     def sleep(self, timeout_s: float) -> None:
-        """Until set, a watched descriptor is readable or the time is up."""
+        """Sleep until set, until a watched descriptor is readable, or until the time is over."""
         self._poll.poll(max(0.0, timeout_s) * 1000)
 
     def wait(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Messages that are refused: why, how many, and one line in the log now and then."""
+"""Rejected messages: reasons, counts, and a rate-limited log line."""
 
 import logging
 import time
@@ -12,24 +12,26 @@ LOG_INTERVAL_S = 10.0
 
 
 class RefusalReason(StrEnum):
-    """Why a message is not taken. Values are labels of a metric."""
+    """Reason to reject a message. The values are labels of a metric."""
 
-    # no tag of this process: of a stranger, another pool, or a forming that is still to come
+    # The tag is unknown to this process: of a stranger, of another pool, or of a future forming.
     FOREIGN = "foreign"
     EARLIER = "earlier"  # of an earlier forming of this pool
-    CROSSED = "crossed"  # of this forming, between other members or the other way round
-    REPLAYED = "replayed"  # genuine, and received before
-    SKIPPED = "skipped"  # genuine, and others that were sent before it did not arrive
-    DAMAGED = "damaged"  # the right tag, and not the right authenticator
-    OVERSIZED = "oversized"  # longer than anything that is sent, or one too many
+    CROSSED = "crossed"  # of this forming, but between other members or in the opposite direction
+    REPLAYED = "replayed"  # authentic, but already received
+    SKIPPED = "skipped"  # authentic, but earlier messages did not arrive
+    DAMAGED = "damaged"  # the right tag, but the wrong authenticator
+    OVERSIZED = "oversized"  # longer than any valid message, or one too many
     LATE = "late"  # for an epoch of a handoff that is over
-    REPEATED = (
-        "repeated"  # for a receive of an open handoff that has its message already, or is cancelled
-    )
+    # For a receive of an open handoff that already has its message, or is cancelled.
+    REPEATED = "repeated"
 
 
 class Refusals:
-    """Counts refused messages of one channel. Belongs to the channel's thread, but for `counts`."""
+    """Counts rejected messages of one channel.
+
+    Belongs to the channel's thread, except for `counts`.
+    """
 
     def __init__(
         self,
@@ -38,20 +40,24 @@ class Refusals:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_refused` is called for each one."""
+        """Create the counters; `on_refused` is called for each rejected message."""
         self._channel = channel
         self._on_refused = on_refused
         self._clock = clock
         self._counts: Counter[RefusalReason] = Counter()
-        self._logged: dict[RefusalReason, tuple[float, int]] = {}  # when, and the count then
+        # (time, count at that time) of the last line
+        self._logged: dict[RefusalReason, tuple[float, int]] = {}
 
     @property
     def counts(self) -> Mapping[RefusalReason, int]:
         return dict(self._counts)
 
     def add(self, reason: RefusalReason, what: str) -> None:
-        """Count a message. The first of each reason is logged, later ones at most every ten
-        seconds, with how many there were since."""
+        """Count a message.
+
+        The first message of each reason is logged. Later ones are logged at most every ten seconds,
+        with their number since then.
+        """
         self._counts[reason] += 1
         self._on_refused(reason)
         now, count = self._clock(), self._counts[reason]
@@ -59,7 +65,7 @@ class Refusals:
         if now - logged_s >= LOG_INTERVAL_S:
             self._logged[reason] = now, count
             logger.warning(
-                "%s: refused %d messages (%s), the last: %s",
+                "%s: rejected %d messages (%s), the last: %s",
                 self._channel,
                 count - logged_count,
                 reason,

@@ -1,4 +1,4 @@
-"""UCX worker addresses with a checksum: UCX does not check the bytes of an address."""
+"""UCX worker addresses with a checksum, because UCX does not verify the bytes of an address."""
 
 import xxhash
 
@@ -8,13 +8,13 @@ _DIGEST_BYTES = 8
 
 
 def frame_address(raw: bytes) -> bytes:
-    """The address as it travels."""
+    """Return the address in the form in which it is sent."""
     return xxhash.xxh3_64_digest(raw) + raw
 
 
 def unframe_address(address: bytes) -> bytes:
-    """The address as UCX takes it. Raises PeerLostError when it was not made by `frame_address`."""
+    """Return the address for UCX. Raises PeerLostError if `frame_address` did not make it."""
     digest, raw = address[:_DIGEST_BYTES], address[_DIGEST_BYTES:]
     if not raw or xxhash.xxh3_64_digest(raw) != digest:
-        raise PeerLostError(f"{len(address)} bytes that are not the address of a UCX worker")
+        raise PeerLostError(f"{len(address)} bytes are not the address of a UCX worker")
     return raw

@@ -1,4 +1,4 @@
-"""The part of UCXX's core API that Baton uses, typed; UCXX itself ships without types."""
+"""Typed part of UCXX's core API that Baton uses; UCXX itself has no types."""
 
 import ctypes
 import importlib.util
@@ -19,13 +19,15 @@ class UcxRequest(Protocol):
     def completed(self) -> bool: ...
 
     def check_error(self) -> None:
-        """Raises `UcxLibrary.error` when the request has failed."""
+        """Raise `UcxLibrary.error` if the request has failed."""
         ...
 
 
 class UcxProbe(Protocol):
-    """Result of a probe. `length` and `sender_tag` exist only when `matched`. A matched message
-    must be received."""
+    """Result of a probe.
+
+    `length` and `sender_tag` exist only if `matched`. A matched message must be received.
+    """
 
     @property
     def matched(self) -> bool: ...
@@ -65,14 +67,15 @@ class UcxWorker(Protocol):
     def init_blocking_progress_mode(self) -> None: ...
 
     def arm(self) -> bool:
-        """True: the descriptor will become readable when there is something to do. False: there is
-        already."""
+        """Return True if the descriptor will become readable when there is work, False if there is
+        work.
+        """
         ...
 
     def progress(self) -> None: ...
 
     def progress_once(self) -> bool:
-        """Whether anything was done."""
+        """Return whether any work was done."""
         ...
 
     def create_endpoint_from_worker_address(
@@ -85,8 +88,11 @@ class UcxWorker(Protocol):
 
 
 def load_ucx() -> None:
-    """Load UCX's own library ahead of `UcxLibrary`, the same one. Holds no lock of the
-    interpreter's, so that other threads run meanwhile. What is not there is not loaded."""
+    """Load UCX's own library before `UcxLibrary`, which uses the same one.
+
+    This does not hold the interpreter's lock, so other threads run meanwhile. A missing library is
+    ignored.
+    """
     _prepare_environment()
     package = importlib.util.find_spec("libucx")
     prefers_system = (
@@ -101,13 +107,13 @@ def load_ucx() -> None:
 
 
 def _prepare_environment() -> None:
-    """UCX reads these while it loads."""
+    """Set the variables that UCX reads while it loads."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
 
 
 class UcxLibrary:
-    """UCXX, loaded. Its constructors with the types above.
+    """The loaded UCXX library: its constructors with the types above.
 
     Raises:
         ConfigError: UCXX is not installed.
@@ -128,14 +134,17 @@ class UcxLibrary:
         self.no_tag_mask: object = ucx.UCXXTagMask(0)
 
     def context(self, options: dict[str, str]) -> UcxContext:
-        """Options by name without the UCX_ prefix. Raises `error` when nothing usable is left."""
+        """Create a context; `options` are by name without the UCX_ prefix.
+
+        Raises `error` if no usable transport is left.
+        """
         context: UcxContext = self._ucx.UCXContext(
             options, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
         )
         return context
 
     def worker(self, context: UcxContext) -> UcxWorker:
-        """A worker that can sleep."""
+        """Create a worker that can sleep."""
         worker: UcxWorker = self._ucx.UCXWorker(context)
         worker.init_blocking_progress_mode()
         return worker
@@ -149,7 +158,9 @@ class UcxLibrary:
         return tag
 
     def array(self, buffer: Buffer | bytearray | bytes) -> object:
-        """A view of the buffer as UCXX takes it: host bytes, or a device's memory by
-        `__cuda_array_interface__`. Keeps the buffer alive."""
+        """Return a view of the buffer for UCXX, which keeps the buffer alive.
+
+        The buffer is host bytes, or device memory with `__cuda_array_interface__`.
+        """
         array: object = self._array(buffer)
         return array

@@ -1,8 +1,7 @@
-"""Where UCX listens: on which network devices and in which TCP ports. Checked before UCX gets it.
+"""Network devices and TCP ports on which UCX listens, checked before UCX gets them.
 
-UCX does not end its search when every port of its range is taken, it searches on for ever; and an
-unknown device only shows as "no transport". So both are looked at first, and refused with the
-setting's name.
+If every port of its range is in use, UCX searches forever. An unknown device appears only as "no
+transport". So both are checked first, and rejected with the name of the setting.
 """
 
 import contextlib
@@ -23,16 +22,21 @@ INTERFACE_FIELD, PORTS_FIELD = "transport_interface", "transport_ports"
 
 @dataclass(frozen=True)
 class UcxBinding:
-    """`devices` by name, RDMA ones with their port ("mlx5_0:1"); none: all. `ports`: first and
-    last; None: any."""
+    """Restriction of UCX to devices and ports.
+
+    `devices` are names, RDMA ones with their port ("mlx5_0:1"); empty allows all. `ports` are the
+    first and the last; None allows any.
+    """
 
     devices: tuple[str, ...] = ()
     ports: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, interface: str, ports: str) -> Self:
-        """From "eth0" or "mlx5_0:1,eth0", and "7300-7363"; empty: no restriction. Raises
-        ConfigError."""
+        """Parse "eth0" or "mlx5_0:1,eth0", and "7300-7363"; empty sets no restriction.
+
+        Raises ConfigError.
+        """
         devices = tuple(name.strip() for name in interface.split(",")) if interface else ()
         if not all(devices):
             raise ConfigError(
@@ -43,7 +47,7 @@ class UcxBinding:
 
     @property
     def options(self) -> dict[str, str]:
-        """UCX options by name without the UCX_ prefix; they beat the environment."""
+        """Return UCX options by name without the UCX_ prefix; they override the environment."""
         options = {"NET_DEVICES": ",".join(self.devices)} if self.devices else {}
         return (
             options
@@ -52,8 +56,7 @@ class UcxBinding:
         )
 
     def places(self) -> "tuple[ListeningPlace, ...]":
-        """Return the network devices that UCX listens on, where none are given those that are
-        up."""
+        """Return the network devices on which UCX listens; without a setting, all that are up."""
         names = [name.partition(":")[0] for name in self.devices] or [
             name for _, name in socket.if_nameindex() if _flags(name) & _IFF_UP
         ]
@@ -63,7 +66,7 @@ class UcxBinding:
         )
 
     def check(self) -> None:
-        """Raises ConfigError when a device does not exist here, or no port of the range is free."""
+        """Raise ConfigError if a device does not exist here or no port of the range is free."""
         present = {name for _, name in socket.if_nameindex()}
         with contextlib.suppress(OSError):
             present.update(os.listdir(RDMA_DEVICES))
@@ -85,7 +88,7 @@ ANYWHERE = UcxBinding()
 
 @dataclass(frozen=True)
 class ListeningPlace:
-    """A network device with its IPv4 address, empty where it has none."""
+    """Network device with its IPv4 address, or "" if it has none."""
 
     device: str
     address: str
@@ -96,12 +99,12 @@ class ListeningPlace:
 
 
 def loopback_device() -> str:
-    """Return the name of the network device that only this machine reaches."""
+    """Return the name of the loopback device."""
     return next((name for _, name in socket.if_nameindex() if _flags(name) & _IFF_LOOPBACK), "lo")
 
 
 def _flags(device: str) -> int:
-    """Of a network device, as Linux keeps them; none of what is no network device."""
+    """Return the flags of a network device in Linux, or 0 for any other name."""
     try:
         return int((NETWORK_DEVICES / device / "flags").read_text(), 16)
     except (OSError, ValueError):
@@ -118,7 +121,7 @@ def _address(device: str) -> str:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """ "LOW-HIGH", both included. Raises ConfigError naming the setting and its limits."""
+    """Parse "LOW-HIGH", both inclusive. Raises ConfigError naming the setting and its limits."""
     low, dash, high = text.partition("-")
     if dash and low.isascii() and low.isdigit() and high.isascii() and high.isdigit():
         first, last = int(low), int(high)
@@ -132,14 +135,17 @@ def parse_ports(text: str) -> tuple[int, int]:
 
 def no_free_port(ports: tuple[int, int]) -> ConfigError:
     return ConfigError(
-        f"{PORTS_FIELD}: no port of {ports[0]}-{ports[1]} is free (one that had connections is not for "
-        f"a minute); every process needs one, of a pool with several stages two",
+        f"{PORTS_FIELD}: no port of {ports[0]}-{ports[1]} is free (a port that had connections stays in use for "
+        f"a minute); every process needs one port, or two in a pool with several stages",
         field=PORTS_FIELD,
     )
 
 
 def _is_free(port: int) -> bool:
-    """As UCX binds: without SO_REUSEADDR, so a port with old connections still closing is taken."""
+    """Return whether a port is free.
+
+    It binds as UCX does: without SO_REUSEADDR, so a port with closing connections is in use.
+    """
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

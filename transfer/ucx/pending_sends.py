@@ -1,9 +1,8 @@
-"""Frames on their way that UCX has not taken as a whole, and the thread that moves them while their
-sender computes.
+"""Frames that UCX has only partly sent, and the thread that sends the rest.
 
-A frame larger than the queues between two processes leaves in pieces, as the receiver makes room.
-The receiver makes room only between its own steps, so a sender that waited would lose a step of its
-own for every large frame.
+A frame larger than the queues between two processes is sent in pieces, as the receiver makes room.
+The receiver makes room only between its own steps. A sender that waited would lose one of its own
+steps for every large frame, so a thread sends the rest while the sender computes.
 """
 
 import threading
@@ -17,9 +16,12 @@ _BESIDE_WAIT_S = 2e-4  # shared memory does not report that a full queue has roo
 
 @dataclass
 class PendingSend:
-    """`request` needs `frame` until it is completed. At `deadline_s` of the monotonic clock the
-    receiver counts as lost, which has then not taken the whole frame for `timeout_s`. The end of a
-    send that `is_abandoned` is not looked at."""
+    """Frame that UCX has not sent completely.
+
+    `request` needs `frame` until it is completed. At `deadline_s` of the monotonic clock the
+    receiver counts as lost, because it has not accepted the whole frame within `timeout_s`. The
+    result of an abandoned send is ignored.
+    """
 
     rank: int
     request: UcxRequest
@@ -30,8 +32,11 @@ class PendingSend:
 
 
 class PendingSends:
-    """At most `max_bytes` of them, or one. The holder of `using` may use the worker, and has to
-    progress it; everything but `close` is for the holder."""
+    """Pending sends of at most `max_bytes`, or a single one.
+
+    The holder of `using` may use the worker and must progress it. All methods except `close`
+    require the lock.
+    """
 
     def __init__(self, worker: UcxWorker, *, max_bytes: int) -> None:
         self._worker = worker
@@ -47,7 +52,7 @@ class PendingSends:
         return bool(self._sends)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Beside those that wait already."""
+        """Return whether `num_bytes` fit in addition to the pending sends."""
         return sum(len(send.frame) for send in self._sends) + num_bytes <= self._max_bytes
 
     def add(self, send: PendingSend) -> None:
@@ -58,7 +63,7 @@ class PendingSends:
         self._wanted.set()
 
     def take_completed(self) -> list[PendingSend]:
-        """Those that are done, well or not, and not abandoned."""
+        """Remove the completed sends, successful or not; return those that are not abandoned."""
         done = [send for send in self._sends if send.request.completed]
         if done:
             self._sends = [send for send in self._sends if send not in done]
@@ -71,12 +76,12 @@ class PendingSends:
         )
 
     def abandon(self, rank: int | None = None) -> None:
-        """Those to this stage; None: all."""
+        """Abandon the sends to this stage, or all if None."""
         for send in self._sends:
             send.is_abandoned |= rank is None or send.rank == rank
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         self._closing = True
         self._wanted.set()
         if self._thread is not None:
@@ -85,7 +90,7 @@ class PendingSends:
     def _run(self) -> None:
         while not self._closing:
             self._wanted.wait()
-            if self.using.acquire(blocking=False):  # else its holder progresses
+            if self.using.acquire(blocking=False):  # otherwise its holder progresses
                 try:
                     while self._worker.progress_once():
                         pass

@@ -1,11 +1,10 @@
-"""How UCX is set up: three profiles, tried out, and what each turned out to be; and one for GPUs,
-not tried out.
+"""UCX settings: three tested profiles, and one for GPUs that is not tested.
 
-Common to all. Endpoint error handling is always on (without it some requests to a dead peer never
-end). A keepalive of one second makes shared memory detect a killed process within about one second
-(the default is twenty); a stopped one is not detected, there the connection has to be cut. UCX's
-ports have no authentication, and over TCP a peer names the address it writes to: only the pools may
-be able to reach them.
+Common to all profiles: endpoint error handling is always on, because without it some requests to a
+dead peer never end. A keepalive of one second makes shared memory detect a killed process within
+about one second (the default is twenty). It does not detect a stopped process, whose connection
+must be cut. UCX's ports have no authentication, and over TCP a peer names the address to which it
+writes, so only the pools may be able to reach them.
 """
 
 import logging
@@ -23,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 _COMMON = {
     "KEEPALIVE_INTERVAL": "1s",
-    "TCP_CONN_NB": "y",  # else a connect waits in the kernel, for minutes where packets are lost
+    "TCP_CONN_NB": "y",  # otherwise a connect blocks in the kernel, for minutes if packets are lost
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
     "POSIX_ERROR_HANDLING": "y",
 }
 RENDEZVOUS_BYTES = 8192
 HANDOFF_OPTIONS = {"RNDV_THRESH": str(RENDEZVOUS_BYTES), "MAX_RNDV_RAILS": "1"}
-"""Rendezvous for all but the smallest items: the source's bytes go straight to where they
-belong."""
+"""Rendezvous for all except the smallest items: the bytes go directly from source to destination.
+"""
 STAGE_CHANNEL_OPTIONS = {"RNDV_THRESH": "inf", "POSIX_FIFO_SIZE": "512"}
-"""Never rendezvous (it needs the sender's thread while it computes), and room for a few MiB on
-their way."""
+"""No rendezvous (it needs the sender's thread while it computes), and room for a few MiB in flight.
+"""
 OPEN_WORKER_S = 10.0
 _CLOSE_PERIOD_NS = 100_000_000
 _CLOSE_ATTEMPTS = 20
@@ -44,9 +43,12 @@ _RESOURCE = re.compile(r"flags \S+ (\w+)/(\S+)")
 
 
 class TransportProfile(StrEnum):
-    """AUTO uses shared memory on one host and TCP between hosts, unless the operator has set
-    UCX_TLS. CUDA adds what moves a device's memory without the host, between processes on one host
-    by cuda_ipc."""
+    """Set of UCX transports.
+
+    AUTO uses shared memory on one host and TCP between hosts, unless the operator has set UCX_TLS.
+    CUDA adds transports that move device memory without the host, by cuda_ipc between processes on
+    one host.
+    """
 
     AUTO = "auto"
     SHM = "shm"
@@ -55,12 +57,12 @@ class TransportProfile(StrEnum):
 
     @property
     def reaches_devices(self) -> bool:
-        """Whether messages may be in a CUDA device's memory."""
+        """Return whether messages may be in the memory of a CUDA device."""
         return self is TransportProfile.CUDA
 
 
 def ucx_options(profile: TransportProfile) -> dict[str, str]:
-    """UCX options by name without the UCX_ prefix."""
+    """Return UCX options by name without the UCX_ prefix."""
     if profile is TransportProfile.TCP:
         return {**_COMMON, "TLS": "tcp"}
     if profile is TransportProfile.AUTO and "UCX_TLS" in os.environ:
@@ -78,8 +80,9 @@ def create_worker(
     options: dict[str, str],
     binding: UcxBinding,
 ) -> tuple[UcxContext, UcxWorker]:
-    """A UCX context and worker that can sleep. Logs which transports are live, and warns when only
-    slow ones are.
+    """Create a UCX context and a worker that can sleep.
+
+    Logs the live transports, and warns if only slow ones are live.
 
     Raises:
         ConfigError: UCX cannot work with these transports, devices or ports on this machine.
@@ -106,18 +109,19 @@ def create_worker(
         logger.info("%s: UCX transports %s", purpose, listing)
     try:
         return context, _open_worker(ucx, context, binding)
-    except (
-        ucx.error
-    ) as error:  # of /dev/shm that cannot be written, for one: what UCX logged has the cause
+    # One cause is that /dev/shm is not writable; UCX's own log has the cause.
+    except ucx.error as error:
         raise ConfigError(
             f"UCX cannot open its transports ({listing}): {error}", field="transport"
         ) from error
 
 
 def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> UcxWorker:
-    """Where ports are given, in a thread that can be left behind: another process may have taken
-    the last free one since they were checked, and UCX then searches until one is free again.
-    Workers may be used from any thread."""
+    """Open a worker, with given ports in a thread that can be abandoned.
+
+    Another process may have taken the last free port since the check, and UCX then searches until
+    one becomes free. Workers may be used from any thread.
+    """
     if binding.ports is None:
         return ucx.worker(context)
     made: Future[UcxWorker] = Future()
@@ -125,7 +129,7 @@ def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> U
     def make() -> None:
         try:
             made.set_result(ucx.worker(context))
-        except Exception as error:  # noqa: BLE001 - the waiter gets it
+        except Exception as error:  # noqa: BLE001 (the waiter raises it)
             made.set_exception(error)
 
     threading.Thread(target=make, name="ucx-worker", daemon=True).start()
@@ -136,10 +140,10 @@ def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> U
 
 
 def live_devices(context_info: str) -> list[tuple[str, str]]:
-    """(transport, device) pairs in UCX's description of a context."""
+    """Return the (transport, device) pairs in UCX's description of a context."""
     return [(match[1], match[2]) for match in _RESOURCE.finditer(context_info)]
 
 
 def close_endpoint(endpoint: UcxEndpoint) -> None:
-    """Force an endpoint closed: its outstanding requests end, and late bytes have nowhere to go."""
+    """Force an endpoint closed: its pending requests end, and late bytes are dropped."""
     endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)

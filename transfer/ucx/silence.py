@@ -1,4 +1,4 @@
-"""Which peers take nothing and give nothing though messages are under way to or from them. Pure."""
+"""Detection of peers that neither send nor receive although messages are in flight. Pure."""
 
 from collections.abc import Collection
 from typing import Generic, TypeVar
@@ -11,12 +11,13 @@ PEER_SILENCE_S = 5.0
 
 
 class SilentPeers(Generic[PeerT]):
-    """To be called several times a second. A network that loses packets without an error ends no
-    message, and no keepalive of UCX's is sent while bytes wait to be acknowledged: only that
-    nothing moves shows it.
+    """Silence of peers; call `over_limit` several times a second.
 
-    Time between calls that lie far apart counts for little: a process that was held up itself did
-    not see what its peers did.
+    If a network loses packets without an error, no message ends, and UCX sends no keepalive while
+    bytes are unacknowledged. Only the lack of progress reveals it.
+
+    A long interval between calls counts for little: a process that was itself stalled did not see
+    its peers' progress.
     """
 
     def __init__(self, clock: Clock, limit_s: float = PEER_SILENCE_S) -> None:
@@ -26,8 +27,11 @@ class SilentPeers(Generic[PeerT]):
         self._silent_s: dict[PeerT, float] = {}
 
     def over_limit(self, busy: Collection[PeerT], moved: Collection[PeerT]) -> list[PeerT]:
-        """Of the `busy` peers, those with messages under way, the ones of whose messages none has
-        ended for longer than the limit; `moved` are those of which one has since the last call."""
+        """Return the busy peers without an ended message for longer than the limit.
+
+        `busy` are peers with messages in flight; `moved` are peers with a message that ended since
+        the last call.
+        """
         now = self._clock.now()
         passed_s, self._asked_s = min(now - self._asked_s, HELD_UP_S), now
         self._silent_s = {

@@ -1,11 +1,11 @@
-"""A limit for how long TCP may try in vain, on the connections of one UCX worker.
+"""Limit of TCP retransmission on the connections of one UCX worker.
 
-UCX has no setting for it, and its connections that a peer opens have no handle that could be
-closed: a receive whose peer cannot be reached any more would hold its memory for the quarter of an
-hour that the kernel sends again.
+UCX has no setting for it, and connections that a peer opened have no handle to close them by. A
+receive from an unreachable peer would hold its memory for the quarter of an hour in which the
+kernel retransmits.
 
-For workers only that are progressed at all times: who does not read for longer than the limit is
-given up, too.
+Use it only for workers that are progressed at all times: a worker that does not read for longer
+than the limit loses its connections too.
 """
 
 import os
@@ -19,21 +19,22 @@ _FOLDER = "/proc/self/fd"
 
 
 class SocketLimits:
-    """What is not acknowledged, or not connected, for `UNACKNOWLEDGED_S` has failed
-    (`TCP_USER_TIMEOUT`, see tcp(7)). Linux only.
+    """Limits of a worker's sockets (`TCP_USER_TIMEOUT`, see tcp(7)). Linux only.
+
+    Data or a connect that is not acknowledged within `UNACKNOWLEDGED_S` fails the connection.
 
         with limits.listening(): ...     # the worker opens its ports
         with limits.connecting(): ...    # it connects
-        limits.apply()                   # now and then, for those that others have opened
+        limits.apply()                   # regularly, for connections that peers have opened
     """
 
     def __init__(self) -> None:
         self._ports: set[int] = set()
-        self._seen: dict[int, str] = {}  # descriptors, and which sockets they were
+        self._seen: dict[int, str] = {}  # descriptor to socket
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Ports that are opened in the block are the worker's."""
+        """Record the ports that are opened in the block as the worker's."""
         before = _sockets()
         yield
         for descriptor in _new(before, _sockets()):
@@ -43,8 +44,11 @@ class SocketLimits:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Connections that are opened in the block get the limit. Another thread's may be among
-        them, which is so seldom that it does no harm. Raises OSError without a free descriptor."""
+        """Limit the connections that are opened in the block.
+
+        A connection of another thread may be among them, which is rare and harmless. Raises OSError
+        without a free descriptor.
+        """
         before = _sockets()
         yield
         for descriptor in _new(before, _sockets()):
@@ -52,8 +56,10 @@ class SocketLimits:
                 _limit(found)
 
     def apply(self) -> None:
-        """To what has come to the worker's ports since the last call. Without a free descriptor to
-        look with, the next call finds it."""
+        """Limit the connections that arrived at the worker's ports since the last call.
+
+        Without a free descriptor for the check, the next call finds them.
+        """
         try:
             found = _sockets()
         except OSError:
@@ -66,8 +72,10 @@ class SocketLimits:
 
 
 def _sockets() -> dict[int, str]:
-    """Which sockets this process has open, by descriptor. Raises OSError without a free descriptor
-    to look with."""
+    """Return the open sockets of this process by descriptor.
+
+    Raises OSError without a free descriptor for the check.
+    """
     found: dict[int, str] = {}
     for name in os.listdir(_FOLDER) if sys.platform == "linux" else ():
         with suppress(OSError):  # closed meanwhile
@@ -83,8 +91,10 @@ def _new(before: dict[int, str], after: dict[int, str]) -> list[int]:
 
 @contextmanager
 def _tcp(descriptor: int) -> Iterator[socket.socket]:
-    """A second handle on it. Raises OSError for what is closed meanwhile, and for what is no TCP
-    socket."""
+    """Yield a second handle of a TCP socket.
+
+    Raises OSError if it was closed meanwhile or is not a TCP socket.
+    """
     copy = os.dup(descriptor)
     try:
         found = socket.socket(fileno=copy)

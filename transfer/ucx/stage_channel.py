@@ -1,18 +1,18 @@
 """Frames between the stages of a pool over UCX: the `FrameChannel` between processes.
 
-Frames are sent eagerly, whatever their size: `send` gives the frame to UCX and returns, so a stage
-that goes on to compute (and does not progress UCX meanwhile) does not hold up the one that waits
-for its frame. What does not fit into the queues between the two goes on beside
-(`pending_sends.py`); only when many large frames wait does `send` wait, too.
+Frames of any size are sent eagerly: `send` gives the frame to UCX and returns. So a stage that
+continues to compute (and does not progress UCX meanwhile) does not delay the stage that waits for
+its frame. A thread sends the part that does not fit into the queues between the two
+(`pending_sends.py`). `send` waits only if many large frames are pending.
 
-While batches are in flight a frame is waited for awake (`SpinThenSleep`): to be woken costs more than most
-waits between stages that are busy. A stage that waits for longer sleeps.
+While batches are in flight, a stage spins for a frame (`SpinThenSleep`), because a wake-up costs
+more than most waits between busy stages. A stage that waits for longer sleeps.
 
-Only members of the pool's present forming are heard (`transfer/transport/forming.py`). A frame
-under no tag of this forming is thrown away unread and counted. One under the right tag that was
-received before is thrown away, too. One that is damaged, or before which others are missing, loses
-the stage that sent it. No frame can come before its receiver is connected: the leader sends only
-when all members are.
+Only frames of the pool's current forming are accepted (`transfer/transport/forming.py`). A frame
+with an unknown tag is discarded unread and counted. A frame with a valid tag that was received
+before is discarded too. A damaged frame, or one with missing predecessors, fails the stage that
+sent it. No frame can arrive before its receiver is connected: the leader sends only when all
+members are.
 """
 
 import os
@@ -39,25 +39,26 @@ from transfer.ucx.spin import SpinThenSleep
 
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
-RECEIVE_WAIT_S = 0.1  # between looks at the peers' health
-RESTLESS_ROUNDS = (
-    16  # count: so many times in a row UCX says that there is something to do, and there is nothing
-)
+RECEIVE_WAIT_S = 0.1  # interval between checks of the peers' health
+# Number of successive rounds in which UCX reports work but has none.
+RESTLESS_ROUNDS = 16
 RESTLESS_NAP_S = 2e-3
 MAX_QUEUED_FRAMES = 1024
-PENDING_BYTES = 64 << 20  # of frames on their way, or two of the largest
+PENDING_BYTES = 64 << 20  # limit of pending frames, or two of the largest
 _INTEGRITY = {
     RefusalReason.DAMAGED: "authenticator",
     RefusalReason.SKIPPED: "others before it are missing",
 }
-# of UCX's progress between two looks at what has come: a stranger's flood ends no wait of the
-# owner's
+# Steps of UCX's progress between two checks for frames, so that a flood of foreign messages does
+# not block the owner's wait.
 MAX_STEPS = 256
 
 
 class UcxStageChannel:
-    """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`,
-    `fail`, `address`."""
+    """`FrameChannel` over UCX.
+
+    Belongs to the engine thread, except for `wake`, `fail` and `address`.
+    """
 
     head_bytes = HEAD_BYTES
 
@@ -71,8 +72,11 @@ class UcxStageChannel:
         on_sent: Callable[[int], object] = lambda num_bytes: None,
         on_refused: Callable[[RefusalReason], object] = lambda reason: None,
     ) -> None:
-        """`on_sent` is given the bytes of each frame that left, `on_refused` why one that came was
-        not taken. Raises ConfigError when UCX cannot work here."""
+        """Create the channel.
+
+        `on_sent` gets the number of bytes of each sent frame, `on_refused` the reason of each
+        rejected one. Raises ConfigError if UCX cannot work here.
+        """
         self._rank = rank
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
@@ -103,15 +107,17 @@ class UcxStageChannel:
 
     @property
     def refused(self) -> Mapping[RefusalReason, int]:
-        """How many frames were refused, by reason."""
+        """Return the number of rejected frames by reason."""
         return self._refusals.counts
 
     def connect(self, addresses: Sequence[bytes], forming: Forming) -> None:
-        """Form the pool: `addresses` by rank, this stage's own included. Ends the forming before.
+        """Form the pool and end the previous forming.
+
+        `addresses` are by rank, including this stage's own.
 
         Raises:
             PeerLostError: an address is not usable here.
-            InternalError: the epoch is not newer than the present one.
+            InternalError: the epoch is not newer than the current one.
         """
         if not self._epoch < forming.epoch:
             raise InternalError(f"pool epoch must be above {self._epoch}, got {forming.epoch}")
@@ -137,10 +143,12 @@ class UcxStageChannel:
                 self._endpoints[rank] = (addresses[rank], self._connect(addresses[rank]))
 
     def send(self, rank: int, frame: bytearray, *, timeout_s: float) -> None:
-        """Takes the frame over: it must not be changed any more. Raises PeerLostError when the peer
-        is gone, InternalError for a frame over the limit; DeadlineError, now or in a later call,
-        when the peer did not take a frame within its `timeout_s` (the connection is cut then, so
-        that the frame is not read any more)."""
+        """Send a frame and take ownership of it: the caller must not change it any more.
+
+        Raises PeerLostError if the peer is gone, and InternalError for a frame over the limit.
+        Raises DeadlineError, now or in a later call, if the peer did not accept a frame within its
+        `timeout_s`. Then the connection is cut, so that the frame is no longer read.
+        """
         if len(frame) > self._max_frame_bytes:
             raise InternalError(
                 f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}"
@@ -166,8 +174,7 @@ class UcxStageChannel:
     def put(
         self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float
     ) -> None:
-        """Give a sealed frame to UCX. Part of `send`, where tests and storms damage what was
-        sealed."""
+        """Give a sealed frame to UCX. Part of `send`; tests override it to damage sealed frames."""
         request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), self._ucx.tag(tag))
         spin_until_s = time.monotonic() + SEND_SPIN_S
         while not request.completed and (
@@ -180,13 +187,15 @@ class UcxStageChannel:
             self._pending.add(PendingSend(rank, request, frame, deadline_s, timeout_s))
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
-        """Return the next frame from `rank` without its head, valid until the next call; None when
-        none came in time or `wake` was called.
+        """Return the next frame from `rank` without its head, valid until the next call.
+
+        Returns None if no frame arrived in time or `wake` was called.
 
         Raises:
-            PeerLostError: the stage is gone; frames that came before the loss are still handed out.
-            IntegrityError: what came is not what was sent next. The stage counts as lost.
-            DeadlineError: as `send`.
+            PeerLostError: the stage is gone; frames that arrived before the loss are still
+                returned.
+            IntegrityError: the frame is not the one that was sent next. The stage counts as lost.
+            DeadlineError: as in `send`.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._pending.using:
@@ -200,8 +209,8 @@ class UcxStageChannel:
                     return frame[HEAD_BYTES:]
 
     def _is_due(self, rank: int, frame: memoryview) -> bool:
-        """Whether to hand it out; else it is thrown away. Raises IntegrityError."""
-        assert self._seals is not None, "nothing comes before the pool has formed"
+        """Return whether the frame is the next one; others are discarded. Raises IntegrityError."""
+        assert self._seals is not None, "no frame arrives before the pool has formed"
         reason = self._seals.open(rank, frame)
         if reason is None:
             return True
@@ -218,7 +227,7 @@ class UcxStageChannel:
         raise IntegrityError(f"{what}: what arrived is not what was sent ({_INTEGRITY[reason]})")
 
     def _wait(self, rank: int, deadline_s: float) -> bool:
-        """Until a frame has come from `rank`, or `wake`: then, and in the end, False."""
+        """Wait for a frame from `rank`; return False at the deadline or after `wake`."""
         self._spinner.begin()
         num_restless = 0
         while True:
@@ -236,12 +245,11 @@ class UcxStageChannel:
             elif self._pending.any:
                 self._wakeup.sleep(min(SEND_WAIT_S, left_s))
             elif num_restless >= RESTLESS_ROUNDS:
-                # Over TCP a connection that its peer does not answer keeps UCX's descriptor
-                # readable all the while.
+                # Over TCP an unresponsive peer's connection keeps UCX's descriptor readable all the
+                # time.
                 time.sleep(min(RESTLESS_NAP_S, left_s))
-                num_restless = (
-                    RESTLESS_ROUNDS - 1
-                )  # one look, and again: sixteen take as long as the nap
+                # Allow one more round only: sixteen rounds take as long as the nap.
+                num_restless = RESTLESS_ROUNDS - 1
             else:
                 num_restless += 1
                 if self._worker.arm():
@@ -253,19 +261,20 @@ class UcxStageChannel:
                 return True
 
     def check(self, rank: int) -> None:
-        """Raises PeerLostError when this stage is known to be gone; what has arrived from it still
-        waits."""
+        """Raise PeerLostError if this stage is known to be gone. Its arrived frames remain queued."""
         with self._pending.using:
             self._dispatch()
             self._check(rank)
 
     def wake(self) -> None:
-        """Make a `receive` that waits in the owner's thread return early. From any thread."""
+        """Make a `receive` that waits in the owner's thread return early. Thread-safe."""
         self._wakeup.set()
 
     def fail(self, rank: int, reason: str) -> None:
-        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any
-        thread."""
+        """Mark a stage as lost by the membership: the owner's waits raise PeerLostError.
+
+        Thread-safe.
+        """
         with self._lost_lock:
             self._lost.setdefault(rank, reason)
         self._wakeup.set()
@@ -290,7 +299,7 @@ class UcxStageChannel:
             raise PeerLostError(f"cannot connect to a stage: {error}") from error
 
     def _dispatch(self) -> bool:
-        """Progress, and sort what has arrived. False when UCX had nothing to do."""
+        """Progress UCX and sort arrived frames; return False if UCX had no work."""
         moved = False
         for _ in range(MAX_STEPS):
             if not self._worker.progress_once():
@@ -305,7 +314,10 @@ class UcxStageChannel:
         return moved
 
     def _look_at_sends(self) -> None:
-        """Raises PeerLostError when one failed, DeadlineError when one was not taken in time."""
+        """Check the pending sends.
+
+        Raises PeerLostError if one failed, DeadlineError if one was not accepted in time.
+        """
         for send in self._pending.take_completed():
             self._check_request(send.rank, send.request)
         overdue = self._pending.overdue()
@@ -318,9 +330,9 @@ class UcxStageChannel:
             raise DeadlineError(text)
 
     def _pause(self, deadline_s: float) -> None:
-        """Raises DeadlineError when it is over."""
+        """Sleep briefly. Raises DeadlineError after the deadline."""
         if time.monotonic() >= deadline_s:
-            raise DeadlineError("too many frames wait for the stages to take them")
+            raise DeadlineError("too many frames are pending because stages do not accept them")
         time.sleep(SEND_WAIT_S)
 
     def _sort(self, tag: int, frame: UcxProbe) -> None:
@@ -343,13 +355,13 @@ class UcxStageChannel:
             inbox.append(frame)
 
     def _reason(self, tag: int) -> RefusalReason:
-        """Why a frame is refused under whose tag no member sends to this one."""
+        """Return the reason to reject a frame whose tag no member uses to send to this one."""
         if self._seals is not None and tag in self._seals.tags:
             return RefusalReason.CROSSED
         return RefusalReason.EARLIER if tag in self._earlier else RefusalReason.FOREIGN
 
     def _take(self, rank: int, frame: UcxProbe) -> memoryview:
-        """Receive a frame that has (at least begun to) come."""
+        """Receive a frame that has begun to arrive."""
         length = frame.length
         if len(self._buffer) < length:
             self._buffer = bytearray(min(self._max_frame_bytes, 2 * length))
@@ -357,13 +369,13 @@ class UcxStageChannel:
         request = self._worker.tag_recv_with_handle(self._whole_buffer, frame)
         while not request.completed:
             if not self._worker.progress_once():
-                os.sched_yield()  # the sender may need this very core to go on
+                os.sched_yield()  # the sender may need this core to continue
                 self._check(rank)
         self._check_request(rank, request)
         return memoryview(self._buffer)[:length]
 
     def _discard(self, frames: Sequence[UcxProbe] | deque[UcxProbe]) -> None:
-        # Into one byte: UCX drops what does not fit.
+        # Receive into one byte: UCX drops the rest.
         self._discards += [
             self._worker.tag_recv_with_handle(self._scratch, frame) for frame in frames
         ]
@@ -383,7 +395,7 @@ class UcxStageChannel:
         self._pending.abandon(rank)
 
     def _check(self, rank: int) -> None:
-        """Raises PeerLostError when this stage is known to be gone."""
+        """Raise PeerLostError if this stage is known to be gone."""
         if rank in self._endpoints and not self._endpoints[rank][1].alive:
             self._lose(rank, f"the connection to stage {rank} has ended")
         if rank in self._lost:

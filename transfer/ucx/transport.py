@@ -1,16 +1,15 @@
-"""The transport between processes: UCX tag messages through UCXX's core API, without asyncio and
-without threads.
+"""Transport between processes: UCX tag messages with UCXX's core API, without asyncio or threads.
 
-Receives are not posted to UCX ahead of time. Every message shows up as unexpected first; it is
-probed, its length compared, and only then received straight into the caller's memory. Messages
-above 8 KiB are rendezvous, so nothing has been copied when the probe sees them. This gives what
-UCX's posted receives cannot: a receive that is not matched can be given up at once, and a late or
-foreign message is refused with not a byte written while its sender still completes.
+Receives are not posted to UCX in advance. Every message first appears as unexpected; it is probed,
+its length is compared, and only then is it received directly into the caller's memory. Messages
+above 8 KiB use rendezvous, so no byte has been copied when the probe sees them. This has two
+advantages over UCX's posted receives. An unmatched receive can be cancelled at once. A late or
+foreign message is rejected before it writes a byte, while its sender still completes.
 
-Measured (UCX 1.21, host memory, SIGKILL or SIGSTOP of the source in mid-message, shared memory and
-TCP): closing the endpoint with `close_blocking` ends every matched receive within a millisecond,
-also those that are not tied to the endpoint, and no byte is written afterwards even when the
-stopped source continues. The non-blocking `close` does not end them. Without a close, a killed
+Measured (UCX 1.21, host memory, SIGKILL or SIGSTOP of the source in the middle of a message, shared
+memory and TCP): closing the endpoint with `close_blocking` ends every matched receive within a
+millisecond, also those that are not tied to the endpoint. No byte is written afterwards, even when
+the stopped source continues. The non-blocking `close` does not end them. Without a close, a killed
 source ends its receives at once over TCP and within about a second over shared memory (keepalive;
 the process must have been reaped by its parent).
 """
@@ -49,7 +48,7 @@ MAX_PROGRESS_STEPS = 64
 
 
 class UcxPeer:
-    """An endpoint to another process's worker."""
+    """Endpoint to another process's worker."""
 
     def __init__(self, address: bytes, endpoint: UcxEndpoint) -> None:
         self.address = address
@@ -61,14 +60,14 @@ class UcxPeer:
         return not self._is_closed and bool(self.endpoint.alive)
 
     def close(self) -> None:
-        """Force the endpoint closed: outstanding requests end, late bytes have nowhere to go."""
+        """Force the endpoint closed: pending requests end, and late bytes are dropped."""
         if not self._is_closed:
             self._is_closed = True
             close_endpoint(self.endpoint)
 
 
 class UcxTransport:
-    """See `Transport`."""
+    """`Transport` over UCX."""
 
     def __init__(
         self,
@@ -79,8 +78,11 @@ class UcxTransport:
         spin_s: float = SPIN_S,
         on_refused: Callable[[RefusalReason], object] = lambda reason: None,
     ) -> None:
-        """`on_refused` is given why a message was not taken. Raises ConfigError when UCX cannot
-        work here."""
+        """Create the transport.
+
+        `on_refused` gets the reason of each rejected message. Raises ConfigError if UCX cannot work
+        here.
+        """
         self._ucx = UcxLibrary()
         self._sockets = SocketLimits()
         with self._sockets.listening():
@@ -99,7 +101,7 @@ class UcxTransport:
         self._num_pending = 0
         self._next_peer_check_s = 0.0
         self._next_socket_check_s = 0.0
-        self._moved: set[Peer] = set()  # peers of which a message has ended since the last check
+        self._moved: set[Peer] = set()  # peers with a message that ended since the last check
         self._silent: SilentPeers[Peer] = SilentPeers(clock)
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._scratch = self._ucx.array(bytearray(1))
@@ -112,7 +114,7 @@ class UcxTransport:
 
     @property
     def refused(self) -> Mapping[RefusalReason, int]:
-        """How many messages were refused, by reason."""
+        """Return the number of rejected messages by reason."""
         return self._refusals.counts
 
     def connect(self, address: bytes) -> UcxPeer:
@@ -212,13 +214,15 @@ class UcxTransport:
         return ended
 
     def _cut_off_silent_peers(self) -> None:
-        """So that what is under way ends, and goes on elsewhere."""
+        """Close the connections of silent peers, so that their messages end and requests move
+        elsewhere.
+        """
         moved, self._moved = self._moved, set()
         for peer in self._silent.over_limit(
             {operation.peer for operation, _ in self._active if operation.peer.alive}, moved
         ):
             logger.warning(
-                "a peer has moved no byte for %g s though messages are under way: it is cut off",
+                "closing the connection to a peer that moved no byte for %g s although messages are in flight",
                 PEER_SILENCE_S,
             )
             self.close_peer(peer)
@@ -233,18 +237,20 @@ class UcxTransport:
             self._wakeup.wait(min(timeout_s, ACTIVE_WAIT_S) if self._active else timeout_s)
 
     def _spin(self) -> bool:
-        """Look out for a moment without sleeping: the next message is microseconds away, and going
-        to sleep would cost more than it saves. Whether there is something to do."""
+        """Poll for a moment without sleeping; return whether there is work.
+
+        The next message is microseconds away, so that a sleep would cost more than it saves.
+        """
         now = self._clock.now()
         spin_until_s = now + self._spin_s
         while now < spin_until_s:
             if self._worker.progress_once() or self._wakeup.is_set:
                 return True
-            os.sched_yield()  # the peer may need this very core to go on
+            os.sched_yield()  # the peer may need this core to continue
             yielded_at_s, now = now, self._clock.now()
             if now - yielded_at_s > SHARED_CORE_S:
-                # Another process works on this core, likely the peer. Schedulers leave two that
-                # only yield to each other where they are, but wake a sleeper on an idle core.
+                # Another process uses this core, probably the peer. Schedulers leave two processes
+                # that only yield to each other on one core, but wake a sleeper on an idle one.
                 time.sleep(SHARED_CORE_S)
         return False
 
@@ -266,7 +272,7 @@ class UcxTransport:
                 operation,
                 OperationState.FAILED,
                 HandoffError(
-                    f"a message of {message.length} bytes came for a receive of {operation.num_bytes}"
+                    f"a message of {message.length} bytes arrived for a receive of {operation.num_bytes}"
                 ),
             )
             self._discard([message])
@@ -275,14 +281,13 @@ class UcxTransport:
         self._active.append((operation, request))
 
     def _discard(self, messages: list[UcxProbe]) -> None:
-        # Into one byte: UCX drops what does not fit, and reports to a rendezvous sender that it is
-        # done.
+        # Receive into one byte: UCX drops the rest, and reports completion to a rendezvous sender.
         self._discards += [
             self._worker.tag_recv_with_handle(self._scratch, message) for message in messages
         ]
 
     def _collect(self) -> None:
-        """Sort out the requests that have ended."""
+        """Process the requests that have ended."""
         still_active = []
         for operation, request in self._active:
             if request.completed:
@@ -294,9 +299,8 @@ class UcxTransport:
             self._discards = [request for request in self._discards if not request.completed]
 
     def _finish(self, operation: Operation, request: UcxRequest) -> None:
-        if (
-            operation.num_bytes >= RENDEZVOUS_BYTES
-        ):  # what is smaller may have got no further than into a queue
+        # A smaller message may only have entered a queue.
+        if operation.num_bytes >= RENDEZVOUS_BYTES:
             self._moved.add(operation.peer)
         try:
             request.check_error()

@@ -18,9 +18,9 @@ def test_a_flood_is_counted_and_logged_once_in_a_while(caplog: pytest.LogCapture
         now[0] = LOG_INTERVAL_S
         refusals.add(RefusalReason.FOREIGN, "9 bytes")
     assert [record.getMessage() for record in caplog.records] == [
-        "frames: refused 1 messages (foreign), the last: 8 bytes",
-        "frames: refused 1 messages (replayed), the last: a frame",
-        "frames: refused 1000 messages (foreign), the last: 9 bytes",
+        "frames: rejected 1 messages (foreign), the last: 8 bytes",
+        "frames: rejected 1 messages (replayed), the last: a frame",
+        "frames: rejected 1000 messages (foreign), the last: 9 bytes",
     ]
     assert refusals.counts == {RefusalReason.FOREIGN: 1001, RefusalReason.REPLAYED: 1}
     assert len(counted) == 1002
