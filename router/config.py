@@ -203,7 +203,7 @@ class RouterConfig(TlsConfig):
     )
 
     def check(self) -> None:
-        """Check what single fields cannot show.
+        """Check the values that field types cannot validate.
 
         Raises:
             ConfigError: the settings do not fit together.

@@ -1,4 +1,4 @@
-"""`python -m sim`: the program behind `baton simulate`."""
+"""`python -m sim`: the program of `baton simulate`."""
 
 from sim.command import app, run_program
 

@@ -1,11 +1,10 @@
-"""What a fleet would do whose workers both read prompts and draw answers: for comparing, as Baton
-has no such workers.
+"""Simulation of aggregated workers, which both prefill and decode. Pure.
 
-Each step of a worker draws one token for every row and reads up to a chunk of the prompts that came
-first, and takes as long as both take, but for one of the two beginnings that a step has: chunked
-prefill as single engines run it. Prompts go to the worker that has the fewest tokens to read,
-answers stay there. Nothing is sent, no prefix is kept, and a request begins when all the pages that
-it may come to are free. Pure.
+It serves for comparison: Baton has no such workers. Each step of a worker generates one token for
+every row and prefills up to a chunk of the oldest prompts: chunked prefill, as single engines run
+it. A step takes the sum of both times, less the smaller of the two constant parts. Prompts go to
+the worker with the fewest tokens to prefill, and their responses stay there. Nothing is
+transferred, no prefix is cached, and a request begins when pages for its maximum length are free.
 """
 
 from collections import deque
@@ -18,16 +17,16 @@ from runtime.errors import CapacityError
 from sim.costs import Costs
 from sim.decode_pool import Rounds
 
-END_S = 1e12  # all is over by then
+END_S = 1e12  # after the end of any run
 
 
 @dataclass(eq=False)
 class _RequestHandler:
-    """One request at its worker."""
+    """One request on its worker."""
 
     planned: Planned
-    unread: int  # tokens of the prompt
-    left: int  # tokens to be drawn
+    unread: int  # prompt tokens to prefill
+    left: int  # tokens to generate
     first_s: float = 0.0
     last_s: float = 0.0
 
@@ -38,22 +37,22 @@ class _RequestHandler:
 
 @dataclass
 class _AggregatedWorker:
-    """Times are those of the load."""
+    """One worker. Times are those of the load."""
 
     costs: Costs
     now_s: float = 0.0
-    unread: int = 0  # tokens of all prompts
+    unread: int = 0  # tokens to prefill, of all prompts
     _queue: deque[_RequestHandler] = field(default_factory=deque)
     _rows: list[_RequestHandler] = field(default_factory=list)
     _pages_used: int = 0
 
     def take(self, handler: _RequestHandler) -> None:
-        """It comes now."""
+        """Queue a request now."""
         self._queue.append(handler)
         self.unread += handler.unread
 
     def advance(self, until_s: float) -> None:
-        """Steps that begin before then."""
+        """Run the steps that begin before `until_s`."""
         while self.now_s < until_s:
             chunk = self._chunk()
             if chunk:
@@ -64,7 +63,9 @@ class _AggregatedWorker:
                 self.now_s = until_s
 
     def _chunk(self) -> list[tuple[_RequestHandler, int]]:
-        """Tokens of the next prompts, as far as a step goes and those that begin have room."""
+        """Return the next prompts with tokens of each, up to one chunk, and reserve pages for new
+        ones.
+        """
         found, budget = [], self.costs.prefill.chunk_tokens
         num_rows = len(self._rows)
         for handler in self._queue:
@@ -100,7 +101,7 @@ class _AggregatedWorker:
                 self._drew_of(handler, 1)
 
     def _draw(self, until_s: float) -> None:
-        """Rounds of the same rows, until one has all its tokens or `until_s` is passed."""
+        """Run rounds with the same rows, until one has all its tokens or `until_s` has passed."""
         growth_s = self.costs.decode.context_s * len(self._rows)
         span = Rounds(self.now_s, min(row.left for row in self._rows), self._round_s(), growth_s)
         rounds = min(span.rounds_by(until_s) + 1, span.num_rounds)
@@ -129,8 +130,7 @@ class _AggregatedWorker:
 
 
 def aggregated(num_workers: int, costs: Costs, load: Sequence[Planned]) -> list[Outcome]:
-    """Of every request, in order of arrival. A request that no worker could hold is one that
-    failed."""
+    """Return the outcome of every request, in order of arrival; one that fits no worker fails."""
     workers = [_AggregatedWorker(costs) for _ in range(num_workers)]
     handlers = []
     for planned in load:

@@ -1,5 +1,4 @@
-"""Clients: each sends its request when it comes, reads the answer, and goes on at another router
-where one is lost."""
+"""Simulated clients: each sends its request on time and resumes at another router after a loss."""
 
 import asyncio
 import random
@@ -16,17 +15,17 @@ from sim.prompts import PromptBook, SimulatedPrompt
 from sim.router import RouterProcess
 from sim.worker import Prompts
 
-MAX_ROUTERS = 3  # that a client tries
+MAX_ROUTERS = 3  # routers that a client tries
 
 
 @dataclass
 class _Reader:
-    """What a client has of its answer. Times are the loop's."""
+    """The part of the response that a client has received. Times are loop time."""
 
     num_tokens: int = 0
     first_s: float | None = None
     last_s: float = 0.0
-    workers: str = ""  # their compatibility
+    workers: str = ""  # compatibility of the workers
     num_finishes: int = 0
     num_cached: int = 0
 
@@ -43,7 +42,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Answered:
-    """One request as its client saw it, and the tokens of its prompt that were not computed."""
+    """One request as its client saw it, and the number of its prompt tokens that were cached."""
 
     outcome: Outcome
     prompt_tokens: int
@@ -51,7 +50,7 @@ class Answered:
 
 
 class Clients:
-    """`ask` sends one request; all of them choose routers by one seed."""
+    """All clients of a run. `ask` sends one request; one seed determines the choice of routers."""
 
     def __init__(
         self,
@@ -69,7 +68,11 @@ class Clients:
         self.answered: list[Answered] = []
 
     async def ask(self, index: int, planned: Planned) -> None:
-        """Now. The outcome is noted when it has ended, however it does."""
+        """Send a request now, and record its outcome when it has ended.
+
+        Raises:
+            InternalError: the response ended more than once or with the wrong number of tokens.
+        """
         began_s, reader, error = self._loop.time(), _Reader(), ""
         engine, prompt = (
             self._book.request(planned.prompt_tokens),

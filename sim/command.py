@@ -1,4 +1,4 @@
-"""`baton simulate`: what a fleet makes of a load."""
+"""`baton simulate`: the behaviour of a fleet under a load."""
 
 import json
 import math
@@ -45,7 +45,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def parse_slo(text: str) -> Slo:
-    """From "ttft=2s,tpot=50ms". Raises ConfigError."""
+    """Parse an SLO such as "ttft=2s,tpot=50ms".
+
+    Raises:
+        ConfigError: the text is malformed.
+    """
     limits = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -61,25 +65,24 @@ def parse_slo(text: str) -> Slo:
     return Slo(limits["ttft"], limits["tpot"])
 
 
-RoutersFlag = Annotated[int, typer.Option(min=1, help="Number of routers before the workers.")]
+RoutersFlag = Annotated[int, typer.Option(min=1, help="Number of routers.")]
 
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """The flags that every command on fleets takes: a load, what workers take for it, and what it
-    is to keep."""
+    """Flags that all commands on fleets share: a load, the costs of workers, and an SLO."""
 
     costs: Annotated[
         Path | None,
         typer.Option(
-            help="What workers take, as bench.calibrate writes it; default: a dense 70B model on eight H100 per "
-            "worker, roughly."
+            help="Costs file that bench.calibrate writes; default: roughly a dense 70B model on eight H100 "
+            "per worker."
         ),
     ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Times, lengths and common blocks of this file: JSONL, or "
+            help="Take times, lengths and common blocks from this file: JSONL, or "
             "Azure's or BurstGPT's CSV."
         ),
     ] = None
@@ -87,26 +90,26 @@ class LoadFlags:
         float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")
     ] = 1.0
     copies: Annotated[
-        int, typer.Option(min=1, help="So many of the trace at once, with prompts of their own.")
+        int, typer.Option(min=1, help="Copies of the trace to replay at once, with unique prompts.")
     ] = 1
     too_long: Annotated[
         TooLong,
         typer.Option(
-            help="What to do with requests longer than the context: refuse the "
+            help="Action for requests longer than the context: refuse the "
             "load, skip them, or cut their prompts."
         ),
     ] = TooLong.REFUSE
     requests: Annotated[
-        int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")
+        int | None, typer.Option(min=1, help="Number of requests; default: the trace's, or 1000.")
     ] = None
     rate: Annotated[
         float,
         typer.Option(min=0.001, callback=finite, help="Mean arrivals per second, without a trace."),
     ] = 4.0
-    arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON
+    arrival: Annotated[Process, typer.Option(help="Arrival process.")] = Process.POISSON
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000"
-    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = (
+    output_tokens: Annotated[str, typer.Option(help="Lengths of outputs, in the same form.")] = (
         "exponential:300"
     )
     slower: Annotated[
@@ -115,23 +118,32 @@ class LoadFlags:
             min=0.001,
             max=1000,
             callback=finite,
-            help="Workers take this many times what the costs say.",
+            help="Factor on the workers' compute costs.",
         ),
     ] = 1.0
-    policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = (
+    policy: Annotated[Policy, typer.Option(help="Policy by which routers choose workers.")] = (
         Policy.PREFIX_CACHE
     )
-    slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms"
+    slo: Annotated[str, typer.Option(help="Limits that a good request meets.")] = (
+        "ttft=2s,tpot=50ms"
+    )
     seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False
 
     def costs_read(self) -> Costs:
-        """Raises ConfigError."""
+        """Load the costs and apply `slower`.
+
+        Raises:
+            ConfigError: the file cannot be read or is invalid.
+        """
         return (Costs() if self.costs is None else Costs.read(self.costs)).times(self.slower)
 
     def planned(self, costs: Costs) -> list[Planned]:
-        """Return the load, and say on stderr what of it is not as it was asked for. Raises
-        ConfigError."""
+        """Return the load, and print to stderr how it differs from the request.
+
+        Raises:
+            ConfigError: the trace or the lengths are invalid, or a request is too long.
+        """
         unanswered = 0
         if self.trace is not None:
             trace = read_trace(self.trace, speed=self.speed)
@@ -161,7 +173,7 @@ class LoadFlags:
 
 
 def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the flags of its first argument, which is a `LoadFlags`, beside its own."""
+    """Add the fields of its first argument, a `LoadFlags`, to the flags of a command."""
     shared = [
         Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
         for each in fields(LoadFlags)
@@ -176,7 +188,7 @@ def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
         command(LoadFlags(**flags), **given)  # type: ignore[arg-type]  # typer has checked them
 
     taking_flags.__doc__ = command.__doc__
-    taking_flags.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]  # what typer goes by
+    taking_flags.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]  # typer uses it
     taking_flags.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
     return taking_flags
 
@@ -197,12 +209,12 @@ def command(
     fault: Annotated[
         list[str] | None,
         typer.Option(
-            help="Like kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, restart:decode@100 or "
-            "lose:router-1@60; repeat."
+            help="Fault such as kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, "
+            "restart:decode@100 or lose:router-1@60. Repeatable."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Plot the run to this .png, .svg or .pdf.")
     ] = None,
 ) -> None:
     """Simulate a fleet: the router's own code, and models of workers and links, in virtual time."""
@@ -228,7 +240,7 @@ def command(
 
 @contextmanager
 def one_line_errors(command: str) -> Iterator[None]:
-    """Of `baton COMMAND`, to stderr."""
+    """Report errors of `baton COMMAND` as one line on stderr."""
     try:
         yield
     except BatonError as error:
@@ -239,7 +251,7 @@ def one_line_errors(command: str) -> Iterator[None]:
 
 
 def run_program(program: typer.Typer, name: str) -> None:
-    """The entry point. What routers and workers log would fill the terminal."""
+    """Run a simulation program without the logs of routers and workers."""
     open_to_all_text()
     configure(level="error", style=LogStyle.HUMAN, role="simulation")
     with whole_output(name):

@@ -1,10 +1,10 @@
-"""Cores, and how fast goes on what computes on them.
+"""Cores, and the speed of the work on them.
 
-Every worker has a core for itself, unless a fleet is of one machine (`MachineCosts`). There whoever
-computes on a core gets an even share of it, as processes do under a fair scheduler: workers on the
-cores that `baton.core_places` gives them, and what router and client do for a request wherever the
-least is computed. What they do for tokens is a little of every core all the time; it is taken off
-first, since who wants less than a share gets it.
+Every worker has a core of its own, unless the fleet runs on one machine (`MachineCosts`). There the
+work on a core gets even shares of it, as processes do under a fair scheduler. Workers run on the
+cores that `baton.core_places` assigns. The work of router and client for a request runs on the
+least loaded core. Their work for tokens is a small part of every core all the time. It is
+subtracted first, because work that wants less than its share gets all it wants.
 """
 
 import asyncio
@@ -36,42 +36,42 @@ class Alarm:
         self.handle: asyncio.TimerHandle | None = None
 
     def cancel(self) -> None:
-        """Idempotent."""
+        """Cancel the callback. Idempotent."""
         if self.handle is not None and self.processor.alarms.pop(self, self) is None:
             self.handle.cancel()
 
 
 class Processor:
-    """What one worker computes with. Its time passes as fast as the loop's where it has a core for
-    itself, and slower where it shares one: work is so many seconds of it, whoever computes
-    beside."""
+    """Compute resource of one worker.
+
+    Its time passes as fast as the loop's on a core of its own, and slower on a shared core. Work
+    takes a fixed number of seconds of processor time, whatever else runs on the core.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, core: "Core | None" = None) -> None:
         self._loop = loop
         self._core = core
         self._rate = 1.0
-        self._since_s = self._passed_s = (
-            0.0  # the loop's time of the last change of rate, and its own then
-        )
+        # Loop time of the last change of rate, and processor time at that moment.
+        self._since_s = self._passed_s = 0.0
         self._slowness = 1.0
         self._is_computing = False
         self.alarms: dict[Alarm, None] = {}
-        self.messages = 0.0  # seconds of any core that router and client take for each of its own
+        self.messages = 0.0  # core seconds of router and client for each of its own seconds
 
     def now(self) -> float:
-        """Its time."""
+        """Return the processor time in seconds."""
         return self._passed_s + (self._loop.time() - self._since_s) * self._rate
 
     def call_at(self, at_s: float, callback: Callable[..., object], *arguments: object) -> Alarm:
-        """At a moment of its time, while it computes."""
+        """Call `callback` at a moment of processor time."""
         alarm = Alarm(self, at_s, callback, arguments)
         self.alarms[alarm] = None
         self._arm(alarm)
         return alarm
 
     def compute(self, *, is_computing: bool, messages: float = 0.0) -> None:
-        """Whether it does, from now on, and what that makes router and client do (see
-        `messages`)."""
+        """Set whether the processor computes, and the work that it causes (`messages`)."""
         if is_computing == self._is_computing and messages == self.messages:
             return
         self._is_computing, self.messages = is_computing, messages
@@ -79,13 +79,13 @@ class Processor:
             self._core.computes(self, is_computing=is_computing)
 
     def slow_down(self, slowness: float) -> None:
-        """It takes so many times as long, from now on."""
+        """Multiply the duration of all work by `slowness` from now on."""
         share = self._rate * self._slowness
         self._slowness = slowness
         self.give(share)
 
     def give(self, share: float) -> None:
-        """So much of a core, from now on."""
+        """Set the processor's share of a core from now on."""
         rate = share / self._slowness
         if rate != self._rate:
             self._passed_s, self._since_s, self._rate = self.now(), self._loop.time(), rate
@@ -95,8 +95,10 @@ class Processor:
                 self._arm(alarm)
 
     def spend(self, seconds: float) -> None:
-        """Beside what it computes, as another thread of its process does; without a machine that
-        has a core of its own."""
+        """Spend core time in parallel to the computation, like another thread of the process.
+
+        Has no effect if the worker has a core of its own.
+        """
         if self._core is not None:
             self._core.spend(seconds, lambda: None)
 
@@ -111,7 +113,7 @@ class Processor:
 
 
 class Core:
-    """One of a machine's."""
+    """One core of a machine."""
 
     def __init__(self, machine: "Machine", loop: asyncio.AbstractEventLoop) -> None:
         self._machine = machine
@@ -119,7 +121,7 @@ class Core:
         self.computing: dict[Processor, None] = {}
 
     def computes(self, processor: Processor, *, is_computing: bool) -> None:
-        """It does, or does not any more."""
+        """Add or remove a computing processor."""
         if is_computing:
             self.computing[processor] = None
         else:
@@ -127,7 +129,7 @@ class Core:
         self._machine.share()
 
     def spend(self, seconds: float, spent: Callable[[], None]) -> None:
-        """So much of this core, in turn with all others; then `spent` is called."""
+        """Spend `seconds` of this core in competition with the other work; then call `spent`."""
         work = Processor(self._loop, self)
 
         def done() -> None:
@@ -139,7 +141,7 @@ class Core:
 
 
 class Machine:
-    """The cores of a fleet's workers, by their names."""
+    """The cores of a fleet's workers, by worker name."""
 
     def __init__(self, costs: MachineCosts, roles: dict[str, str]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -149,26 +151,30 @@ class Machine:
         self._places = {name: self._cores[cores[0]] for name, cores in places.items()}
 
     def processor(self, name: str) -> Processor:
-        """Of this worker."""
+        """Return a processor for this worker."""
         return Processor(self._loop, self._places.get(name))
 
     def messages(self, num_rows: int, round_s: float) -> float:
-        """As `Processor.messages`, of a pool that draws a token for each of so many rows in so many
-        seconds."""
+        """Return `Processor.messages` of a pool that generates a token for `num_rows` rows in
+        `round_s`.
+        """
         return (
             (self._costs.round_s + num_rows * self._costs.token_s) / round_s if self._cores else 0.0
         )
 
     async def receive(self, num_tokens: int) -> None:
-        """What router and client compute for a request that comes, with so long a prompt, before it
-        is given to workers: half of what they compute for it at all."""
+        """Spend half of the router's and client's work for a request, before it is placed on
+        workers.
+
+        `num_tokens` is the length of its prompt.
+        """
         if self._cores:
             done = self._loop.create_future()
             self._spend(num_tokens, partial(_end, done))
             await done
 
     def answer(self, num_tokens: int) -> None:
-        """The other half, with the first token of such a prompt's answer."""
+        """Spend the other half, with the first token of the response."""
         if self._cores:
             self._spend(num_tokens, lambda: None)
 
@@ -177,9 +183,11 @@ class Machine:
         core.spend((self._costs.request_s + num_tokens * self._costs.prompt_token_s) / 2, spent)
 
     def share(self) -> None:
-        """Give every processor its part. What messages take is taken off first, which slows down
-        those that cause them: of what they would cause with whole cores they cause as much as is
-        left of these."""
+        """Set every processor's share of its core.
+
+        The work for messages is subtracted first. That slows down the processors that cause it,
+        which then cause proportionally less.
+        """
         wanted = sum(
             processor.messages / len(core.computing)
             for core in self._cores

@@ -1,10 +1,9 @@
-"""What workers and their network take for what they do: the file that `python -m bench.calibrate`
-writes.
+"""Time costs of workers and network: the file that `python -m bench.calibrate` writes.
 
     {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}, "machine": {...}}
 
 All times are seconds, all sizes bytes. The defaults are a dense model of 70 billion parameters on
-nodes of eight H100 at the rates that public benchmarks show, rounded; they are no measurement.
+nodes of eight H100 at the rates that public benchmarks show, rounded; they are not measured.
 """
 
 from pathlib import Path
@@ -19,7 +18,7 @@ class _Part(BaseModel):
 
 
 class ModelCosts(_Part):
-    """`state_bytes` is the recurrent state of a request."""
+    """Sizes of the model. `state_bytes` is the recurrent state of a request."""
 
     page_size: int = Field(default=64, ge=1)
     max_context_tokens: int = Field(default=131_072, ge=2)
@@ -29,11 +28,14 @@ class ModelCosts(_Part):
 
 
 class PrefillCosts(_Part):
-    """A chunk takes `step_s`, `token_s` for each of its tokens, and `pair_s` for each pair of one
-    of its tokens and one that this attends to. A pool of several stages has as many chunks under
-    way, each of which takes that for all stages together. `request_s`: what the first chunk of a
-    prompt takes beyond that, for its messages and its way to decode. With `num_slots` a prompt goes
-    on only from where a state was kept."""
+    """Costs of prefill.
+
+    A chunk takes `step_s`, plus `token_s` for each of its tokens, plus `pair_s` for each pair of
+    one of its tokens and a token that it attends to. A pool of several stages computes as many
+    chunks at a time; a chunk takes that time over all stages together. `request_s` is added to the
+    first chunk of a prompt, for its messages and its handoff. With `num_slots` a prompt resumes
+    only where a recurrent state was kept.
+    """
 
     step_s: float = Field(default=0.008, ge=0)
     token_s: float = Field(default=7e-5, ge=0)
@@ -53,13 +55,18 @@ class PrefillCosts(_Part):
 
 
 class DecodeCosts(_Part):
-    """All rows of a pool get their next token within `step_s`, `row_s` for each of them and
-    `context_s` for each token they attend to. `tokens_per_step`: with drafts, the mean of those
-    accepted and the one drawn. `replay_s` for each token that a request which was set back, or
-    moves here, computes again. `request_s` for each request: a third when it comes and one when its
-    prompt has landed, for both of which rows that draw wait, and one when it ends, beside them.
-    `landed_s` for each token of its prompt: they wait for a third of it, and the rest is beside
-    them, too. What is beside them slows them down where they share a core with it."""
+    """Costs of decode.
+
+    A round gives every row of a pool its next token. It takes `step_s`, plus `row_s` for each row,
+    plus `context_s` for each token that the rows attend to. `tokens_per_step` is the mean number of
+    tokens of a row and round: accepted draft tokens and one sampled token. `replay_s` is added for
+    each token that a preempted or migrated request computes again.
+
+    `request_s` is taken for each request: a third on arrival and a third when its prompt has
+    landed, both of which delay the running rows, and a third at its end, in parallel to them.
+    `landed_s` is taken for each token of its prompt: a third delays the running rows, the rest is
+    parallel to them. Parallel work slows the rows down if they share a core with it.
+    """
 
     step_s: float = Field(default=0.014, ge=0)
     row_s: float = Field(default=5e-5, ge=0)
@@ -76,24 +83,29 @@ class DecodeCosts(_Part):
     start_s: float = Field(default=60.0, ge=0)
 
     def round_s(self, rows: int, context_tokens: float) -> float:
-        """Rows beyond those computed at a time take turns."""
+        """Return the duration of a round. Rows beyond `max_running` take turns."""
         turns = max(1.0, rows / self.max_running)
         return self.step_s * turns + self.row_s * rows + self.context_s * context_tokens
 
 
 class NetworkCosts(_Part):
-    """`latency_s` one way, of a message; bandwidth of a worker's interface each way."""
+    """Costs of the network. `latency_s` is one-way per message; the bandwidth is per worker and
+    direction.
+    """
 
     latency_s: float = Field(default=5e-4, ge=0)
     bytes_per_s: float = Field(default=5e10, gt=0)
 
 
 class MachineCosts(_Part):
-    """Of one that all processes of a fleet are on. `cores`: how many it has; 0: every worker has
-    one for itself. `speed`: seconds of work that a core gives in a second, less than 1 where others
-    use it, too. What router and client together take of a core: `request_s` for a request that
-    comes, `prompt_token_s` for each token of its prompt, `round_s` for each round of a decode pool,
-    `token_s` for each token that is drawn there."""
+    """Costs of a machine that runs all processes of a fleet.
+
+    `cores` is its number of cores; 0 gives every worker a core of its own. `speed` is the work in
+    seconds that a core does per second, less than 1 if other processes use it, too. Router and
+    client together take core time: `request_s` for each request, `prompt_token_s` for each token of
+    its prompt, `round_s` for each round of a decode pool, and `token_s` for each token generated
+    there.
+    """
 
     cores: int = Field(default=0, ge=0)
     speed: float = Field(default=1.0, gt=0)
@@ -104,7 +116,7 @@ class MachineCosts(_Part):
 
 
 class Costs(_Part):
-    """All of it."""
+    """All costs of a fleet."""
 
     model: ModelCosts = ModelCosts()
     prefill: PrefillCosts = PrefillCosts()
@@ -114,7 +126,11 @@ class Costs(_Part):
 
     @classmethod
     def read(cls, path: Path) -> "Costs":
-        """Raises ConfigError naming the field."""
+        """Load costs from a JSON file.
+
+        Raises:
+            ConfigError: the file cannot be read or a field is invalid; the error names the field.
+        """
         try:
             return cls.model_validate_json(path.read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -125,7 +141,7 @@ class Costs(_Part):
             raise ConfigError(f"{path}: {place}: {first['msg']}", field="costs") from None
 
     def times(self, factor: float) -> "Costs":
-        """Of workers that compute so many times as long, and start as fast."""
+        """Return the costs of workers that compute `factor` times as long and start as fast."""
         if factor == 1:
             return self
         prefill = {
@@ -144,5 +160,5 @@ class Costs(_Part):
         )
 
     def handoff_bytes(self, num_tokens: int) -> float:
-        """Of a prompt."""
+        """Return the number of bytes handed over for a prompt."""
         return self.model.token_bytes * num_tokens + self.model.state_bytes

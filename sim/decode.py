@@ -1,6 +1,8 @@
-"""A decode worker: reserves, lets prompts land, and draws as `sim.decode_pool` says. Tokens are
-sent when the request ends here, with the time that the last of them takes; what a router sees of
-the steps before that is left out."""
+"""A simulated decode worker: reservations, arriving prompts, and generation by `sim.decode_pool`.
+
+Tokens are sent when the request ends on this worker, at the time of the last token. A router does
+not see the steps before that.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
 from sim.worker import SimulatedWorker
 
-TOKEN = 1  # every one
+TOKEN = 1  # every generated token
 
 
 DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
@@ -26,12 +28,12 @@ DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
 
 @dataclass(eq=False)
 class _DecodeHandler:
-    """One request here, to its end."""
+    """One request on this worker, to its end."""
 
     request: DecodeRequest
     row: DrawnRow
     session_id: str
-    num_tokens: int  # of the output, that its router has
+    num_tokens: int  # output tokens that its router has
     num_offers: int = 0
     num_bytes: float = 0.0
     has_landed: bool = False
@@ -44,7 +46,7 @@ class _DecodeHandler:
 
 
 class DecodeWorker(SimulatedWorker):
-    """Serves `Decode.Serve`."""
+    """Simulated worker that serves `Decode.Serve`."""
 
     role = "decode"
 
@@ -85,12 +87,12 @@ class DecodeWorker(SimulatedWorker):
 
     @property
     def _third_s(self) -> float:
-        """What a request takes when it comes, when its prompt has landed, and when it ends."""
+        """Return the time taken when a request arrives, when its prompt lands, and at its end."""
         return self.costs.decode.request_s / 3
 
     @property
     def pages_used(self) -> int:
-        """Now."""
+        """Return the number of pages in use now."""
         return (
             self.costs.decode.num_pages - self.pool.pages_free(self.processor.now())
             if self.pool.num_held
@@ -102,7 +104,7 @@ class DecodeWorker(SimulatedWorker):
             self._alarm.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self._loop.time)
         self._handlers: dict[int, _DecodeHandler] = {}
-        self._num_open = 0  # of them, not committed
+        self._num_open = 0  # uncommitted requests
         return PointJournal()
 
     def _methods(self) -> dict[str, Method]:
@@ -203,7 +205,7 @@ class DecodeWorker(SimulatedWorker):
                 self._commit_if_complete(handler)
 
     def _offered(self, handler: _DecodeHandler) -> None:
-        """By a prefill worker: what it sends is awaited."""
+        """Expect the pages that a prefill worker offers, and send destination terms."""
         self._arrivals.pop((handler.session_id, handler.epoch), None)
         handler.num_offers += 1
         handler.has_landed = False
@@ -252,7 +254,7 @@ class DecodeWorker(SimulatedWorker):
         self._plan()
 
     def _plan(self) -> None:
-        """Look again when the pool's span ends."""
+        """Set the alarm for the end of the pool's span."""
         span = self.pool.span
         messages = (
             0.0 if span is None else self._machine.messages(self.pool.num_running, span.first_s)

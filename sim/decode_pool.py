@@ -1,12 +1,13 @@
-"""The requests that a decode pool draws for, and when each gets its tokens. Pure; seconds are the
-caller's.
+"""Simulation of the requests on a decode pool and the times of their tokens. Pure.
 
-Rows go through rounds: in each, every row gets its next token (with drafts, its next few). As long
-as the same rows run, rounds need not be gone through one by one: they form a *span*, which ends
-when the first row has all its tokens, when pages run out, or, if the rows are to change, with the
-round under way. Rules of memory are those of `decode.scheduler`: a request is admitted with room to
-grow; when pages run out, the least urgent and youngest is set back; it comes back, and is computed
-again, before anything new is admitted.
+Times are seconds of the caller's clock. Rows go through rounds; each round gives every row its next
+token (with drafts, its next few). While the rows stay the same, their rounds form a *span*, which
+need not be computed round by round. A span ends when the first row has all its tokens, when pages
+run out, or, if the rows are to change, with the current round.
+
+Memory follows the rules of `decode.scheduler`. A request is admitted with pages for some growth.
+When pages run out, the least urgent and youngest request is preempted. It is readmitted, and
+recomputed, before any new request.
 """
 
 import math
@@ -19,8 +20,11 @@ from sim.costs import DecodeCosts
 
 @dataclass(eq=False)
 class DrawnRow:
-    """One request. `context` tokens are computed, prompt included, `left` are to be drawn; `again`
-    are to be computed once more before that. `unsent` of those drawn its owner has not taken."""
+    """One request.
+
+    `context` tokens are computed, prompt included, and `left` are to be generated. `again` tokens
+    must be recomputed before that. `unsent` tokens were generated and not yet taken by the caller.
+    """
 
     key: int
     context: int
@@ -35,14 +39,15 @@ class DrawnRow:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Less is sooner."""
+        """Return the sort key of its turn; smaller is sooner."""
         return self.priority, self.key
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of the same rows: the first takes `first_s`, each `growth_s` more than the one before
-    it."""
+    """Rounds of the same rows. The first takes `first_s`, and each takes `growth_s` more than the
+    previous.
+    """
 
     began_s: float
     num_rounds: int
@@ -50,7 +55,7 @@ class Rounds:
     growth_s: float
 
     def after_s(self, num_rounds: int) -> float:
-        """When so many of them are over."""
+        """Return the time at the end of round `num_rounds`."""
         return (
             self.began_s
             + num_rounds * self.first_s
@@ -62,7 +67,7 @@ class Rounds:
         return self.after_s(self.num_rounds)
 
     def rounds_by(self, now_s: float) -> int:
-        """How many are over; the root of `after_s`."""
+        """Return the number of rounds over at `now_s`, by solving `after_s` for it."""
         passed_s = now_s - self.began_s
         if passed_s <= 0:
             return 0
@@ -76,9 +81,11 @@ class Rounds:
 
 @dataclass
 class DecodePool:
-    """`advance` must be called when `span` ends; what it returns has ended. Spans are in seconds of
-    what it computes with, as the caller gives them; requests remember when they came and began by
-    `clock`."""
+    """Requests of one pool.
+
+    `advance` must be called when `span` ends; it returns the rows that have ended. Spans are in
+    seconds of processor time, as the caller passes them. Requests record their times by `clock`.
+    """
 
     costs: DecodeCosts
     page_size: int
@@ -87,15 +94,19 @@ class DecodePool:
     busy_s: float = 0.0
     num_drawn: int = 0
     num_preemptions: int = 0
-    _held: dict[int, DrawnRow] = field(default_factory=dict)  # all of them, by key
+    _held: dict[int, DrawnRow] = field(default_factory=dict)  # all requests, by key
     _running: list[DrawnRow] = field(default_factory=list)
     _joining: list[DrawnRow] = field(default_factory=list)
-    _waiting: list[DrawnRow] = field(default_factory=list)  # set back
+    _waiting: list[DrawnRow] = field(default_factory=list)  # preempted
     _pages_used: int = 0
-    _interruption_s: float = 0.0  # before the next round
+    _interruption_s: float = 0.0  # added before the next round
 
     def reserve(self, row: DrawnRow) -> None:
-        """Memory for a request. Raises CapacityError."""
+        """Reserve memory for a request.
+
+        Raises:
+            CapacityError: the pool has no room, or preempted requests go first.
+        """
         if self._waiting:
             raise CapacityError(
                 f"{len(self._waiting)} preempted requests wait for pages first", resource="pages"
@@ -114,8 +125,7 @@ class DecodePool:
         self._held[row.key] = row
 
     def interrupt(self, takes_s: float, now_s: float) -> bool:
-        """Something else has to be done for so long: rows that draw wait for it, after the round
-        under way. Returns whether any do."""
+        """Delay running rows by `takes_s`, after the current round; return whether any run."""
         if not takes_s or self.span is None:
             return False
         self.delay(takes_s)
@@ -123,17 +133,17 @@ class DecodePool:
         return True
 
     def delay(self, takes_s: float) -> None:
-        """Something else has to be done before the next rows begin."""
+        """Delay the start of the next span by `takes_s`."""
         self._interruption_s += takes_s
 
     def join(self, row: DrawnRow, now_s: float) -> None:
-        """Its prompt has landed."""
+        """Add a request whose prompt has landed."""
         row.joined_s = self.clock()
         self._joining.append(row)
         self._change(now_s)
 
     def release(self, row: DrawnRow, now_s: float) -> None:
-        """Its request is over. Its memory is free with the end of the round. Idempotent."""
+        """Remove a request. Memory of a running row is free at the end of the round. Idempotent."""
         if self._held.pop(row.key, None) is None:
             return
         if row in self._running:
@@ -146,7 +156,7 @@ class DecodePool:
         self._change(now_s)
 
     def advance(self, now_s: float) -> list[DrawnRow]:
-        """The span is over. Returns the rows that have all their tokens, and are gone."""
+        """End the span; return the rows that have all their tokens and were removed."""
         if self.span is not None:
             self._draw(self.span)
             self.span = None
@@ -160,8 +170,7 @@ class DecodePool:
         return done
 
     def drawn(self, row: DrawnRow, now_s: float) -> int:
-        """Tokens of a row that its owner has not taken, those of rounds within the span included.
-        Takes them."""
+        """Take and return the number of tokens a row has generated, current span included."""
         within = (
             min(self._tokens(self.span.rounds_by(now_s)), row.left)
             if self.span and row in self._running
@@ -177,7 +186,7 @@ class DecodePool:
 
     @property
     def num_running(self) -> int:
-        """Of those that it draws for now."""
+        """Return the number of rows that generate tokens now."""
         return len(self._running)
 
     @property
@@ -189,7 +198,7 @@ class DecodePool:
         return max(0, self.costs.num_slots - len(self._held) + len(self._waiting))
 
     def pages_free(self, now_s: float) -> int:
-        """As the pool would report it in the middle of a span."""
+        """Return the free pages as the pool would report them within a span."""
         within = 0
         if self.span is not None:
             rounds = self.span.rounds_by(now_s)
@@ -197,13 +206,17 @@ class DecodePool:
         return max(0, self.costs.num_pages - self._pages_used - within)
 
     def check(self) -> None:
-        """Raises InternalError where pages are held by nobody."""
+        """Check the count of used pages.
+
+        Raises:
+            InternalError: pages are held without a request.
+        """
         held = sum(row.num_pages for row in {*self._held.values(), *self._running})
         if held != self._pages_used:
             raise InternalError(f"{self._pages_used} pages are used, requests hold {held}")
 
     def _begin(self, now_s: float) -> None:
-        """The next span, if there is anything to draw."""
+        """Begin the next span, if any row is running."""
         again_s = self._readmit() * self.costs.replay_s
         self._running += self._joining
         self._joining = []
@@ -224,7 +237,7 @@ class DecodePool:
         self.busy_s += again_s
 
     def _change(self, now_s: float) -> None:
-        """The rows are to change: with the end of the round under way."""
+        """End the span with the current round, because the rows are to change."""
         if self.span is None:
             self._begin(now_s)
             return
@@ -243,8 +256,10 @@ class DecodePool:
             self.num_drawn += count
 
     def _rounds(self) -> int | None:
-        """Until the first row has its tokens or pages run out; None without rows, 0 where there is
-        no page for one."""
+        """Return the rounds until the first row has its tokens or pages run out.
+
+        None without rows; 0 if no page is left for a row.
+        """
         if not self._running:
             return None
         fewest = min(row.left for row in self._running)
@@ -252,7 +267,7 @@ class DecodePool:
         free = self.costs.num_pages - self._pages_used
         if self._growth(self._running, rounds) <= free:
             return rounds
-        low, high = 0, rounds  # it fits for `low` and not for `high`
+        low, high = 0, rounds  # `low` rounds fit and `high` do not
         while high - low > 1:
             middle = (low + high) // 2
             fits = self._growth(self._running, middle) <= free
@@ -260,7 +275,7 @@ class DecodePool:
         return low
 
     def _readmit(self) -> int:
-        """Those set back, as far as memory goes. Returns the tokens that they compute again."""
+        """Readmit preempted rows while memory suffices; return the tokens to recompute."""
         tokens = 0
         self._waiting.sort(key=lambda row: row.turn)
         while self._waiting:
@@ -281,16 +296,18 @@ class DecodePool:
         self.num_preemptions += 1
 
     def _tokens(self, num_rounds: int) -> int:
-        """Of one row in so many rounds."""
+        """Return the tokens of one row in `num_rounds` rounds."""
         return math.floor(num_rounds * self.costs.tokens_per_step + 1e-9)
 
     def _pages_of(self, row: DrawnRow) -> int:
-        """With some growth, but no more than the request may come to."""
+        """Return the pages for a row with some growth, but at most its maximum length."""
         tokens = row.context + min(self.costs.growth_tokens, max(row.left, 0))
         return -(-tokens // self.page_size)
 
     def _growth(self, rows: Iterable[DrawnRow], num_rounds: int) -> int:
-        """Pages that rows take within so many rounds. Every report asks for those of all rows."""
+        """Return the pages that rows take within `num_rounds`. Fast, because every report asks for
+        it.
+        """
         tokens, page_size, num_pages = self._tokens(num_rounds), self.page_size, 0
         for row in rows:
             more = (

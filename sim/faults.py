@@ -1,11 +1,11 @@
-"""What goes wrong in a fleet, and when.
+"""Faults of a fleet.
 
-kill:decode-3@120        at 120 s it dies, and starts anew
-kill:decode-3@120+30     and is away for 30 s before that
-cut:prefill-0@60+5       nobody reaches it for 5 s
-slow:prefill-1@60+30x3   for 30 s everything takes it three times as long
-restart:decode@100       all of the role, one after the other: each drains, ends and starts anew
-lose:router-1@60         a router dies and does not come back
+kill:decode-3@120        dies at 120 s, and restarts
+kill:decode-3@120+30     the same, but is away for 30 s before the restart
+cut:prefill-0@60+5       is unreachable for 5 s
+slow:prefill-1@60+30x3   takes three times as long for everything, for 30 s
+restart:decode@100       rolling restart of a role: each worker drains, ends and starts again
+lose:router-1@60         a router dies for good
 """
 
 import asyncio
@@ -33,7 +33,9 @@ class MishapKind(StrEnum):
 
 @dataclass(frozen=True)
 class Mishap:
-    """`at_s` after the first request could come; `for_s` and `factor` where the kind has them."""
+    """A fault. `at_s` counts from the earliest possible request; `for_s` and `factor` depend on the
+    kind.
+    """
 
     kind: MishapKind
     target: str
@@ -43,7 +45,11 @@ class Mishap:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError."""
+        """Parse the text form of a fault.
+
+        Raises:
+            ConfigError: the text is malformed.
+        """
         found = _FORM.fullmatch(text)
         if found is None or found[1] not in set(MishapKind):
             raise ConfigError(
@@ -64,8 +70,7 @@ class Mishap:
 async def unleash(
     fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]
 ) -> None:
-    """From its beginning, so many seconds from now, to its end. The target must be there, see
-    `check_target`."""
+    """Wait for the start of a fault and play it to its end. `check_target` must have passed."""
     await asyncio.sleep(fault.at_s)
     match fault.kind:
         case MishapKind.LOSE:
@@ -91,7 +96,11 @@ async def unleash(
 def check_target(
     fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]
 ) -> None:
-    """Raises ConfigError naming what there is."""
+    """Check that the target of a fault exists.
+
+    Raises:
+        ConfigError: it does not; the error names the range of targets.
+    """
     roles = {worker.role: None for worker in workers.values()}
     there = {MishapKind.LOSE: list(routers), MishapKind.RESTART: list(roles)}.get(
         fault.kind, list(workers)

@@ -1,4 +1,4 @@
-"""A whole fleet and its load in virtual time."""
+"""Simulation of a whole fleet and its load in virtual time."""
 
 import asyncio
 import random
@@ -24,16 +24,15 @@ from sim.time import LoopClock, keep_all, run_virtually
 from sim.worker import ARCHITECTURE, Prompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
-COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any
-LEAST_INTERVAL_S = 0.01  # between two samples: a round of a pool takes about that
-NUM_SAMPLES = (
-    240  # of the time in which requests come; of a run that goes on for long, up to twice as many
-)
+COOL_DOWN_S = 5.0  # from the end of the last request to the final checks
+LEAST_INTERVAL_S = 0.01  # between two samples: about the duration of a pool's round
+# Samples while requests arrive; a long run has up to twice as many.
+NUM_SAMPLES = 240
 
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """What is simulated. The same values give the same run."""
+    """Configuration of a simulation. Equal values give equal runs."""
 
     num_prefill: int = 1
     num_decode: int = 1
@@ -46,22 +45,26 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class FleetState:
-    """A fleet at one moment; sums over its processes. `at_s` counts from when the first request
-    could come."""
+    """State of a fleet at one moment, as sums over its processes.
+
+    `at_s` counts from the earliest possible request.
+    """
 
     at_s: float
-    waiting: int  # requests in routers
+    waiting: int  # requests queued in routers
     queued_tokens: int  # in prefill workers
     running: int  # requests in decode pools
-    pages_used: float  # the share of decode pools' pages
-    prefill_busy_s: float  # so far
+    pages_used: float  # share of the pages of decode pools
+    prefill_busy_s: float  # cumulative
     decode_busy_s: float
 
 
 @dataclass(frozen=True)
 class FleetRun:
-    """What came of it. `wall_s` is what it took on this machine; `pick_s` is how long a router took
-    to choose a worker, on the average, in time of this machine."""
+    """Result of a simulation.
+
+    `wall_s` is its real duration; `pick_s` is the mean real time in which a router chose a worker.
+    """
 
     answered: list[Answered]
     samples: list[FleetState]
@@ -74,17 +77,17 @@ class FleetRun:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """In order of their ends."""
+        """Return the outcomes in order of the requests' ends."""
         return [each.outcome for each in self.answered]
 
 
 def simulate(config: FleetConfig, load: Sequence[Planned]) -> FleetRun:
-    """Every request of the load to its end.
+    """Simulate every request of the load to its end.
 
     Raises:
-        ConfigError: a fault names what is not there.
-        InternalError: something does not add up: a request that ended twice or never, memory that
-            nobody holds.
+        ConfigError: a fault names an unknown target.
+        InternalError: an invariant is violated: a request ended twice or never, or memory is held
+            without a request.
     """
 
     async def play() -> FleetRun:
@@ -94,7 +97,7 @@ def simulate(config: FleetConfig, load: Sequence[Planned]) -> FleetRun:
 
 
 class Fleet:
-    """Build inside a running event loop; `play` may be called once."""
+    """All processes of a simulation. Build inside an event loop; `play` may be called once."""
 
     def __init__(self, config: FleetConfig) -> None:
         self._loop = asyncio.get_running_loop()
@@ -144,7 +147,7 @@ class Fleet:
         self._samples: list[FleetState] = []
 
     async def play(self, load: Sequence[Planned]) -> FleetRun:
-        """As `simulate`."""
+        """Run the simulation; see `simulate`."""
         by_name = {worker.address.partition(":")[0]: worker for worker in self._workers}
         for fault in self._faults:
             check_target(fault, by_name, self._routers)
@@ -183,9 +186,8 @@ class Fleet:
         interval_s = max(interval_s, LEAST_INTERVAL_S)
         while True:
             now = self._clock.now()
-            sources = [
-                worker for worker in self._prefill if worker.was_used
-            ]  # of many workers few are
+            # In a large fleet few workers are used.
+            sources = [worker for worker in self._prefill if worker.was_used]
             pools = [worker.pool for worker in self._decode if worker.was_used]
             pages_used = sum(worker.pages_used for worker in self._decode if worker.was_used)
             self._samples.append(
@@ -205,7 +207,11 @@ class Fleet:
             await asyncio.sleep(interval_s)
 
     def _check(self, num_requests: int) -> None:
-        """Raises InternalError if something does not add up."""
+        """Check the invariants after the last request.
+
+        Raises:
+            InternalError: an invariant is violated.
+        """
         if len(self._clients.answered) != num_requests:
             raise InternalError(
                 f"{num_requests} requests came, {len(self._clients.answered)} ended"

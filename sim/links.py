@@ -1,9 +1,9 @@
-"""Bytes of handoffs over network interfaces that share their bandwidth fairly.
+"""Transfers of handoffs over network interfaces that share their bandwidth fairly.
 
-Every worker has one interface. A handoff gets an equal part of its sender's outgoing and of its
-receiver's incoming bandwidth, the smaller of both; what it cannot use of the other is not given to
-others, so rates are those of max-min fairness or a little below. Bytes leave once they are there: a
-prompt's while it is computed.
+Every worker has one interface. A handoff gets the smaller of an equal part of its sender's outgoing
+and of its receiver's incoming bandwidth. The remainder of the larger part is not given to others,
+so rates are those of max-min fairness or slightly below. Bytes leave when they are available: those
+of a prompt while it is computed.
 """
 
 import asyncio
@@ -15,30 +15,31 @@ _ROUNDING = 1e-9  # of a handoff's bytes
 
 @dataclass(eq=False)
 class Interface:
-    """Bytes per second each way."""
+    """Network interface of one worker; bandwidth in bytes per second each way."""
 
     bytes_per_s: float
-    leaving: dict["Sending", None] = field(default_factory=dict)  # that have bytes to send
+    leaving: dict["Sending", None] = field(default_factory=dict)  # with bytes to send
     arriving: dict["Sending", None] = field(default_factory=dict)
-    num_bytes: float = 0.0  # that left or arrived
-    num_vain_bytes: float = 0.0  # of those, of handoffs that were given up
+    num_bytes: float = 0.0  # sent or received
+    num_vain_bytes: float = 0.0  # part of them that belonged to cancelled handoffs
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Where a decode pool expects a prompt."""
+    """Interface of a decode pool that expects a prompt, and the callback for its arrival."""
 
     interface: Interface
     landed: Callable[[], None]
 
 
 Arrivals = dict[tuple[str, int], Arrival]
-"""By session and epoch, as destination terms name them."""
+"""Expected prompts by session and epoch, as in destination terms."""
 
 
 class Sending:
-    """One handoff's bytes, from one interface to another. Ends once, when all have arrived or by
-    `cancel`."""
+    """Transfer of one handoff between two interfaces. Ends once, on arrival of all bytes or by
+    `cancel`.
+    """
 
     def __init__(
         self, source: Interface, target: Interface, num_bytes: float, on_arrived: Callable[[], None]
@@ -47,14 +48,14 @@ class Sending:
         self.source = source
         self.target = target
         self._num_bytes = self._left = num_bytes
-        self._ready = 0.0  # of those left, bytes that are there to be sent
+        self._ready = 0.0  # available bytes, out of those left
         self.rate = 0.0
         self._since_s = 0.0
         self._on_arrived = on_arrived
         self._timer: asyncio.TimerHandle | None = None
 
     def release(self, num_bytes: float) -> None:
-        """So many more bytes can leave."""
+        """Make more bytes available."""
         self.settle()
         self._ready = min(self._ready + num_bytes, self._left)
         if self._ready > 0 and self not in self.source.leaving:
@@ -64,7 +65,7 @@ class Sending:
             self.plan()
 
     def cancel(self) -> None:
-        """What has not arrived will not. Idempotent."""
+        """Stop the transfer; the remaining bytes do not arrive. Idempotent."""
         self.settle()
         if not self._has_left:
             self.source.num_vain_bytes += self._num_bytes - self._left
@@ -79,7 +80,7 @@ class Sending:
             self._share()
 
     def _share(self) -> None:
-        """New rates for all that share an end with this one."""
+        """Set new rates for all transfers that share an interface with this one."""
         for other in {**self.source.leaving, **self.target.arriving}:
             other.settle()
             source, target = other.source, other.target
@@ -89,7 +90,7 @@ class Sending:
             other.plan()
 
     def settle(self) -> None:
-        """Count what has left since the last time."""
+        """Account for the bytes that have left since the last call."""
         now = self._loop.time()
         if self in self.source.leaving:
             self._move(min(self._ready, self.rate * (now - self._since_s)))
@@ -102,14 +103,16 @@ class Sending:
         self.target.num_bytes += num_bytes
 
     def plan(self) -> None:
-        """When what is there will have left, at the present rate."""
+        """Set the timer for the moment when the available bytes will have left, at the current
+        rate.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        if self in self.source.leaving:  # also where nothing is left: that is to be noticed
+        if self in self.source.leaving:  # also with zero bytes left, to notice the end
             self._timer = self._loop.call_later(self._ready / self.rate, self._drained)
 
     def _drained(self) -> None:
-        """All that was there has left."""
+        """Handle that all available bytes have left."""
         self._move(self._ready)
         self._leave()
         if self._has_left:
@@ -117,5 +120,5 @@ class Sending:
 
     @property
     def _has_left(self) -> bool:
-        """Whether all of it is gone; what is left of a sum of parts is no byte."""
+        """Return whether all bytes have left, apart from rounding."""
         return self._left <= _ROUNDING * self._num_bytes

@@ -1,9 +1,8 @@
-"""Calls between simulated processes: what `grpc.aio` channels give their callers, over nothing but
-virtual time.
+"""Calls between simulated processes: the interface of `grpc.aio` channels over virtual time.
 
-A `Server` is one process, reached by its address. Messages arrive after the latency and in order,
-and none is lost: a process that is cut off gets, and gives, what is under way when the cut has
-healed; one that dies ends all of its calls, as the kernel of a killed process does.
+A `Server` is one process, reached by its address. Messages arrive after the latency, in order, and
+none is lost. Messages to and from a process that is cut off arrive when the cut has healed. A
+process that dies ends all of its calls, like the kernel after a process was killed.
 """
 
 import asyncio
@@ -24,28 +23,28 @@ Method = Callable[["SimulatedCall"], None]
 
 
 def _ignore(*_: object) -> None:
-    """What a call does where nobody listens."""
+    """Ignore an event of a call without a listener."""
 
 
 @dataclass
 class Server:
-    """One process. `methods` by their paths; a process that does not run serves none of them."""
+    """One process. `methods` are by path; a process that is down serves none of them."""
 
     address: str
     methods: Mapping[str, Method] = field(default_factory=dict)
     is_up: bool = True
     is_cut: bool = False
-    calls: dict["SimulatedCall", None] = field(default_factory=dict)  # not over, the oldest first
-    held: dict["SimulatedCall", None] = field(default_factory=dict)  # by a cut
+    calls: dict["SimulatedCall", None] = field(default_factory=dict)  # open, oldest first
+    held: dict["SimulatedCall", None] = field(default_factory=dict)  # with messages held by a cut
 
     def die(self) -> None:
-        """At once, with all of its calls."""
+        """End the process at once, with all of its calls."""
         self.is_up = False
         for call in tuple(self.calls):
             call.broken()
 
     def heal(self) -> None:
-        """The cut is over."""
+        """End the cut, and deliver held messages."""
         self.is_cut = False
         held, self.held = self.held, {}
         for call in held:
@@ -53,58 +52,59 @@ class Server:
 
 
 class SimulatedCall:
-    """Both ends of one call. Its caller writes, iterates and cancels; its server listens, sends and
-    ends."""
+    """Both ends of one call. The caller writes, iterates and cancels; the server listens, sends and
+    ends.
+    """
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self.on_message: Callable[[Message], None] = _ignore
-        self.on_gone: Callable[[], None] = _ignore  # its caller cancelled, or this process dies
+        self.on_gone: Callable[[], None] = _ignore  # the caller cancelled, or this process died
         self._server = server
         self._latency_s = latency_s
         self._loop = asyncio.get_running_loop()
         self._under_way: deque[Callable[[], None]] = deque()
-        self._num_held = 0  # of those, by a cut
+        self._num_held = 0  # messages under way that a cut holds
         self._received: deque[Message] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: grpc.aio.AioRpcError | None = None
-        self._is_over = False  # its server is done with it
-        self._has_ended = False  # its caller knows how it ended
+        self._is_over = False  # the server has ended it
+        self._has_ended = False  # the caller has received its end
 
     def send(self, message: Message) -> None:
-        """To the caller. Does nothing when the call is over."""
+        """Send a message to the caller. Does nothing after the end of the call."""
         if not self._is_over:
             self._later(partial(self._received.append, message))
 
     def end(self, error: BatonError | None = None) -> None:
-        """With OK or with this error. Idempotent."""
+        """End the call with OK or with `error`. Idempotent."""
         if not self._is_over:
             self._leave()
             self._later(partial(self._ended, None if error is None else _answered(error)))
 
     def broken(self) -> None:
-        """Its server's process has died."""
+        """End the call after its server's process has died."""
         self._gone()
         self._later(partial(self._ended, _lost("the connection was closed")))
 
     def resume(self) -> None:
-        """A cut has healed: what it held arrives."""
+        """Deliver the messages that a cut held."""
         while self._num_held:
             self._num_held -= 1
             self._under_way.popleft()()
             self._wake()
 
     def open(self, path: str) -> Self:
-        """By its caller."""
+        """Open the call. Used by the caller."""
         self._server.calls[self] = None
         self._later(partial(self._begin, path))
         return self
 
     async def write(self, message: Message) -> None:
-        """By its caller. Never waits."""
+        """Send a message to the server without waiting. Used by the caller."""
         self._later(partial(self._deliver, message))
 
     def cancel(self) -> None:
-        """By its caller. Idempotent."""
+        """Cancel the call. Used by the caller. Idempotent."""
         if not self._is_over:
             self._later(self._gone)
 
@@ -164,36 +164,40 @@ class SimulatedCall:
 
 
 class Channel(grpc.aio.Channel):
-    """To one server, for the calls that routers make of workers for requests. It has no connection:
-    its state is not looked at, and nothing is left to close."""
+    """Channel to one server, for a router's calls with requests.
+
+    It has no connection, so its state is not available and `close` has nothing to do.
+    """
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self._server = server
         self._latency_s = latency_s
 
     def stream_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
-        """Makes what routers use of a `grpc.aio.StreamStreamCall`; they half-close only where
-        certificates change."""
+        """Return a factory of calls with the part of `grpc.aio.StreamStreamCall` that routers use.
+
+        Half-closing is not simulated: routers need it only when certificates change.
+        """
         return lambda: SimulatedCall(self._server, self._latency_s).open(method)
 
     async def close(self, grace: float | None = None) -> None:
-        """Calls end by themselves."""
+        """Do nothing: calls end by themselves."""
 
     def _has_no(self, *_: object, **__: object) -> NoReturn:
-        raise InternalError("the simulated network has streams both ways and nothing else")
+        raise InternalError("the simulated network only has bidirectional streams")
 
     unary_unary = unary_stream = stream_unary = _has_no
     get_state = wait_for_state_change = channel_ready = __aenter__ = __aexit__ = _has_no
 
 
 def _lost(details: str) -> grpc.aio.AioRpcError:
-    """What gRPC reports of a peer that does not answer."""
+    """Return the error that gRPC reports for a peer that does not respond."""
     nothing = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details=details)
 
 
 def _answered(error: BatonError) -> grpc.aio.AioRpcError:
-    """What a server's error is on the wire."""
+    """Return the error that a caller receives for a server's error."""
     failure = failure_of(error)
     return grpc.aio.AioRpcError(
         failure.code,

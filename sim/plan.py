@@ -1,4 +1,4 @@
-"""`baton plan`: the cheapest fleet that keeps what is promised, found by simulating fleets."""
+"""`baton plan`: a search for the cheapest fleet that meets a service level, by simulation."""
 
 import json
 import sys
@@ -28,12 +28,13 @@ from sim.router import RouterOptions
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 Attainment = Callable[[int, int], float]
-"""The share of requests that keep the promise, with so many prefill and so many decode workers."""
+"""Returns the share of requests that meet the SLO, for given numbers of prefill and decode workers.
+"""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Of a worker of each role, and how many of each there may be."""
+    """Price of a worker of each role, and the maximum number of workers of a role."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -42,8 +43,10 @@ class Prices:
 
 @dataclass
 class FleetSearch:
-    """One worker more of either role never keeps less: on that the search relies. No fleet is tried
-    twice."""
+    """Search for the cheapest fleet. Simulates no fleet twice.
+
+    Relies on monotonicity: an additional worker of either role never lowers the attainment.
+    """
 
     attainment: Attainment
     wanted: float
@@ -51,13 +54,17 @@ class FleetSearch:
     tried: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def cheapest(self) -> tuple[int, int]:
-        """Prefill and decode workers. Raises ConfigError where the most are too few."""
+        """Return the cheapest sufficient numbers of prefill and decode workers.
+
+        Raises:
+            ConfigError: the largest allowed fleet is not sufficient.
+        """
         enough = 1
         while not self.keeps(enough, enough):
             if enough == self.prices.most:
                 raise ConfigError(
-                    f"{enough} prefill and {enough} decode workers keep it for "
-                    f"{self.tried[enough, enough]:.1%} of all requests, {self.wanted:.1%} are wanted; "
+                    f"{enough} prefill and {enough} decode workers meet the SLO for "
+                    f"{self.tried[enough, enough]:.1%} of all requests, {self.wanted:.1%} are required; "
                     "--most allows no more",
                     field="most",
                 )
@@ -82,7 +89,7 @@ class FleetSearch:
         return self.share(prefill, decode) >= self.wanted
 
     def share(self, prefill: int, decode: int) -> float:
-        """0 without workers of a role."""
+        """Return the attainment of a fleet; 0 without workers of a role."""
         if not prefill or not decode:
             return 0.0
         if (prefill, decode) not in self.tried:
@@ -93,7 +100,7 @@ class FleetSearch:
         return prefill * self.prices.prefill + decode * self.prices.decode
 
     def _is_too_small(self, prefill: int, decode: int) -> bool:
-        """Whether a fleet that is no smaller does not keep it."""
+        """Return whether a fleet that is at least as large is known to be insufficient."""
         return any(
             prefill <= source and decode <= pool and share < self.wanted
             for (source, pool), share in self.tried.items()
@@ -101,7 +108,11 @@ class FleetSearch:
 
 
 def least(enough: int, suffices: Callable[[int], bool]) -> int:
-    """The smallest count from 1 that does, where `enough` does and all above one that does do."""
+    """Return the smallest sufficient count from 1; every count above a sufficient one is
+    sufficient.
+
+    `enough` must be sufficient.
+    """
     low, high = 0, enough
     while high - low > 1:
         middle = (low + high) // 2
@@ -111,9 +122,12 @@ def least(enough: int, suffices: Callable[[int], bool]) -> int:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What was found. The shares are of requests that keep the promise; `aggregated` of as many
-    workers that do both, `aggregated_workers` how many of those would be enough, None where
-    `Prices.most` are not."""
+    """Result of a search.
+
+    Shares are of requests that meet the SLO. `aggregated` is the share for as many workers that
+    both prefill and decode. `aggregated_workers` is the number of these that would be sufficient,
+    None if twice `Prices.most` are not.
+    """
 
     prefill_workers: int
     decode_workers: int
@@ -127,22 +141,22 @@ class FleetPlan:
     machine_wall_s: float
 
     def lines(self, slo: Slo) -> Iterator[str]:
-        """For people."""
+        """Yield the result as lines of text."""
         size = self.prefill_workers + self.decode_workers
         yield (
             f"{self.prefill_workers} prefill and {self.decode_workers} decode workers, at {self.price:g}: "
-            f"{self.share:.1%} of all requests keep TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s"
+            f"{self.share:.1%} of all requests meet TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s"
         )
         yield (
             f"with one prefill worker less {self.share_with_a_prefill_worker_less:.1%}, with one decode worker less "
             f"{self.share_with_a_decode_worker_less:.1%}"
         )
         verdict = "better" if self.aggregated > self.share else "no better"
-        yield f"{size} workers that do both would keep it for {self.aggregated:.1%}, which is {verdict}"
+        yield f"{size} aggregated workers would meet it for {self.aggregated:.1%}, which is {verdict}"
         yield (
-            "however many did both, it would not be enough"
+            "no allowed number of aggregated workers would be enough"
             if self.aggregated_workers is None
-            else f"{self.aggregated_workers} that do both would be enough"
+            else f"{self.aggregated_workers} aggregated workers would be enough"
         )
         yield f"{self.fleets_tried} fleets tried in {self.machine_wall_s:.0f} s"
 
@@ -150,15 +164,18 @@ class FleetPlan:
 def plan_fleet(
     config: FleetConfig, load: list[Planned], slo: Slo, wanted: float, prices: Prices
 ) -> FleetPlan:
-    """Plan for this load, and say on stderr how each fleet does that is tried. Raises ConfigError
-    where no fleet that is allowed is enough."""
+    """Plan a fleet for this load; print the result of each simulated fleet to stderr.
+
+    Raises:
+        ConfigError: no allowed fleet is sufficient.
+    """
     began_s = time.perf_counter()
 
     def attainment(prefill: int, decode: int) -> float:
         run = simulate(replace(config, num_prefill=prefill, num_decode=decode), load)
         share = sum(map(slo.is_met, run.outcomes)) / len(load)
         print(
-            f"{prefill} prefill and {decode} decode workers keep it for {share:.1%}",
+            f"{prefill} prefill and {decode} decode workers meet the SLO for {share:.1%}",
             file=sys.stderr,
         )
         return share
@@ -190,20 +207,22 @@ def command(
     share: Annotated[
         float,
         typer.Option(
-            min=0.01, max=1.0, callback=finite, help="Of all requests, those that are to keep it."
+            min=0.01, max=1.0, callback=finite, help="Share of all requests that must meet the SLO."
         ),
     ] = 0.95,
     routers: RoutersFlag = 1,
-    most: Annotated[int, typer.Option(min=1, help="Workers of one role that there may be.")] = 64,
+    most: Annotated[int, typer.Option(min=1, help="Maximum number of workers of one role.")] = 64,
     prefill_price: Annotated[
-        float, typer.Option(min=0.001, callback=finite, help="Of a prefill worker, in any unit.")
+        float, typer.Option(min=0.001, callback=finite, help="Price of a prefill worker, any unit.")
     ] = 1.0,
     decode_price: Annotated[
-        float, typer.Option(min=0.001, callback=finite, help="Of a decode worker.")
+        float, typer.Option(min=0.001, callback=finite, help="Price of a decode worker.")
     ] = 1.0,
 ) -> None:
-    """Search the cheapest fleet that serves a load within limits, by simulating fleets; and say
-    what as many workers that both read and draw would do."""
+    """Search for the cheapest fleet that serves a load within an SLO, by simulating fleets.
+
+    Also shows the result for as many workers that both prefill and decode.
+    """
     with one_line_errors("plan"):
         limits = parse_slo(flags.slo)
         config = FleetConfig(

@@ -1,5 +1,6 @@
-"""A prefill worker: the scheduler and the prefix cache of the real one, over a pipeline that takes
-time and no more."""
+"""A simulated prefill worker: the real scheduler and prefix cache over a pipeline that only takes
+time.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,12 +29,12 @@ from sim.requests import RouterEnd, SimulatedRequest
 from sim.time import LoopClock
 from sim.worker import COMPATIBILITY, Prompts, SimulatedWorker
 
-FIRST_TOKEN = 1  # of every answer, whoever draws it
+FIRST_TOKEN = 1  # of every response
 _NO_TOKENS = torch.empty(0)
 
 
 def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
-    """What a scheduler reads of a batch. Its tokens are left out: nothing computes them."""
+    """Return a batch with the fields that a scheduler reads. It has no tokens, as no model runs."""
     return ForwardBatch(
         mode=mode,
         request_keys=tuple(row.key for row in rows),
@@ -52,17 +53,17 @@ PrefillRequest = SimulatedRequest[prefill_pb2.PrefillInput, prefill_pb2.PrefillE
 
 @dataclass(eq=False)
 class _PrefillHandler:
-    """One request here, to its end."""
+    """One request on this worker, to its end."""
 
     request: PrefillRequest
     key: int = 0
     num_tokens: int = 0
-    computed: float = 0.0  # tokens whose bytes can leave
+    computed: float = 0.0  # tokens whose pages can be sent
     transfer: Sending | None = None
 
 
 class PrefillWorker(SimulatedWorker):
-    """Serves `Prefill.Serve`."""
+    """Simulated worker that serves `Prefill.Serve`."""
 
     role = "prefill"
 
@@ -73,7 +74,7 @@ class PrefillWorker(SimulatedWorker):
         self._arrivals = arrivals
         self._prompts = prompts
         self._clock = LoopClock(asyncio.get_running_loop())
-        self._due_s = 0.0  # for requests that began, with the next chunk
+        self._due_s = 0.0  # added to the next chunk, for requests that began
         super().__init__(address, costs, processor)
 
     @property
@@ -86,13 +87,13 @@ class PrefillWorker(SimulatedWorker):
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts that it has and has not computed."""
+        """Return the uncomputed tokens of the prompts on this worker."""
         return round(
             sum(handler.num_tokens - handler.computed for handler in self._handlers.values())
         )
 
     def check(self) -> None:
-        if self.num_tokens:  # else it had no request
+        if self.num_tokens:  # otherwise the worker was never used
             self._scheduler.on_idle()
 
     def drain(self) -> None:
@@ -103,7 +104,7 @@ class PrefillWorker(SimulatedWorker):
 
     def die(self) -> None:
         super().die()
-        self._num_starts += 1  # what its pipeline was about to give is nobody's
+        self._num_starts += 1  # invalidates results still in the pipeline
 
     def _begin(self) -> PointJournal:
         model, mine = self.costs.model, self.costs.prefill
@@ -203,7 +204,7 @@ class PrefillWorker(SimulatedWorker):
         self._launch()
 
     def _blocks_of(self, message: types_pb2.EngineRequest) -> tuple[bytes, ...]:
-        """None of a request that nobody waits for any more."""
+        """Return the request's block names; none after its client has gone."""
         prompt = self._prompts.get(message.request_id)
         return () if prompt is None else prompt.page_names(self.costs.model.page_size)
 
@@ -240,9 +241,9 @@ class PrefillWorker(SimulatedWorker):
     def _send_to(
         self, handler: _PrefillHandler, destination: transfer_pb2.DestinationTerms
     ) -> None:
-        """The decode pool has reserved: bytes leave, beginning with those of what is computed."""
+        """Send pages to a decode pool that has reserved, beginning with those already computed."""
         arrival = self._arrivals.get((destination.session_id, destination.epoch))
-        if arrival is None:  # it has ended meanwhile
+        if arrival is None:  # the reservation has ended meanwhile
             return
         num_bytes = self.costs.handoff_bytes(handler.num_tokens)
 
@@ -264,7 +265,7 @@ class PrefillWorker(SimulatedWorker):
                 self._launch()
 
     def _launch(self) -> None:
-        """Chunks, as long as a stage waits for one."""
+        """Launch chunks while a stage is free."""
         while self._num_in_flight < self.costs.prefill.stages:
             batch = self._scheduler.next_batch()
             self.processor.compute(is_computing=batch is not None or self._num_in_flight > 0)
@@ -278,7 +279,7 @@ class PrefillWorker(SimulatedWorker):
             self.processor.call_at(ends_s, self._computed, batch, self._num_starts)
 
     def _passes(self, batch: ForwardBatch) -> tuple[float, float]:
-        """When a chunk begins on the first stage and leaves the last, by the processor's time."""
+        """Return when a chunk begins on the first stage and leaves the last, in processor time."""
         mine, lengths = (
             self.costs.prefill,
             list(zip(batch.query_lens, batch.context_lens, strict=True)),
@@ -293,8 +294,11 @@ class PrefillWorker(SimulatedWorker):
         return began_s, at_s
 
     def _half_computed(self, batch: ForwardBatch, start: int) -> None:
-        """The layers of a chunk leave as they are computed, on the average half a chunk before its
-        end; but the last cannot."""
+        """Release pages of a chunk for sending.
+
+        Layers are sent as they are computed: on average half a chunk before its end, except for the
+        last layer.
+        """
         if start == self._num_starts:
             share = 1 - 1 / self.costs.model.num_layers
             for key, count, context in zip(

@@ -1,7 +1,8 @@
-"""Prompts of simulated clients. Nobody computes their tokens, so only their lengths are on the
-wire, as zeros, and what is the same in two of them is known by the blocks of the trace: names of
-pages, which else are digests of all tokens up to their ends (`runtime.digests`), are numbers here
-that are equal where the digests were.
+"""Prompts of simulated clients.
+
+Their tokens are never computed, so messages carry zeros of the right length. Common prefixes are
+known from the blocks of the trace. Page names, which otherwise are digests of all tokens up to the
+page's end (`runtime.digests`), are numbers here. Two of them are equal when the digests would be.
 """
 
 from array import array
@@ -17,16 +18,19 @@ from runtime.digests import NAME_BYTES
 
 VOCAB_SIZE = 1 << 28
 _HALF = NAME_BYTES // 2
-_BLOCK_BITS = 96  # of the name of a block: those of a trace have 64, and more in its copies
-_ZEROS_STEP = 1024  # from one number of tokens to the next, of those that prompts are copied from
+_BLOCK_BITS = 96  # of a block's id: ids of a trace have 64, and copies of a trace add more
+_ZEROS_STEP = 1024  # token counts of the cached messages of zeros are multiples of this
 
 
 @dataclass(frozen=True)
 class TracedTokens(Sequence[int]):
-    """Token ids: those of a trace's blocks are the same wherever the block is, all others occur
-    once. There are none of them before they are looked at."""
+    """Token ids of a traced prompt, created on first access.
 
-    number: int  # of the request
+    Tokens of a trace's block are the same in every prompt; all other tokens are unique to the
+    request.
+    """
+
+    number: int  # index of the request
     planned: Planned
 
     def __len__(self) -> int:
@@ -50,7 +54,7 @@ class TracedTokens(Sequence[int]):
         return ids
 
     def runs(self) -> Iterator[tuple[int | None, int]]:
-        """Blocks, None for what is of no block, and how many tokens there are of each."""
+        """Yield blocks and their numbers of tokens; the block is None for tokens outside blocks."""
         left = self.planned.prompt_tokens
         for block in self.planned.blocks[: -(-left // BLOCK_TOKENS)]:
             count = min(left, BLOCK_TOKENS)
@@ -62,22 +66,25 @@ class TracedTokens(Sequence[int]):
 
 @dataclass(frozen=True)
 class SimulatedPrompt(RoutedPrompt):
-    """`numbers`: of each of the trace's blocks in it, one that stands for all tokens up to the
-    block's end; the last one for what is of no block, too. `places`: of pages, as many as the
-    longest prompt so far has."""
+    """A prompt named by numbers instead of token digests.
+
+    `numbers` has one number for each trace block of the prompt, which identifies all tokens up to
+    the block's end; the last one includes tokens outside blocks. `places` are encoded page indices,
+    shared by all prompts and as long as the longest one so far.
+    """
 
     numbers: tuple[int, ...] = ()
     places: list[bytes] = field(default_factory=list, compare=False)
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
-        """All simulated workers are of one compatibility."""
+        """Return the page names of all but the last token; all simulated workers are compatible."""
         key = page_size, ""
         if key not in self._names:
             self._names[key] = self.page_names(page_size)[: (self.num_tokens - 1) // page_size]
         return self._names[key]
 
     def page_names(self, page_size: int) -> tuple[bytes, ...]:
-        """Of all whole pages."""
+        """Return the names of all whole pages."""
         key = page_size, "whole"
         if key not in self._names:
             self._names[key] = self._named(page_size)
@@ -87,7 +94,7 @@ class SimulatedPrompt(RoutedPrompt):
         count, names, page = self.num_tokens // page_size, list[bytes](), 0
         while len(self.places) < count:
             self.places.append(len(self.places).to_bytes(_HALF))
-        for place, number in enumerate(self.numbers, 1):  # of the pages that end in its block
+        for place, number in enumerate(self.numbers, 1):  # names pages that end in its block
             is_last = place == len(self.numbers)
             end, head = (
                 count if is_last else min(place * BLOCK_TOKENS // page_size, count),
@@ -107,18 +114,17 @@ class SimulatedPrompt(RoutedPrompt):
 
 
 class PromptBook:
-    """Of all clients of a run."""
+    """Prompts of all clients of a run."""
 
     def __init__(self) -> None:
         self._num_numbers = 0
-        self._numbers: dict[
-            int, int
-        ] = {}  # by that of what is before and the block that follows, in one
+        # By previous number and block, combined into one integer.
+        self._numbers: dict[int, int] = {}
         self._places: list[bytes] = []
-        self._zeros: dict[int, types_pb2.EngineRequest] = {}  # by how many there are
+        self._zeros: dict[int, types_pb2.EngineRequest] = {}  # by number of tokens
 
     def prompt(self, index: int, planned: Planned) -> SimulatedPrompt:
-        """Of request `index`."""
+        """Return the prompt of request `index`."""
         tokens, known, number, numbers = TracedTokens(index, planned), self._numbers, 0, list[int]()
         for block, _ in tokens.runs():
             key = number << _BLOCK_BITS | (block or 0)
@@ -133,8 +139,10 @@ class PromptBook:
         return SimulatedPrompt(tokens, numbers=tuple(numbers), places=self._places)
 
     def request(self, num_tokens: int) -> types_pb2.EngineRequest:
-        """With so many tokens, and nothing else. To copy some that are there takes a tenth of what
-        it takes to put one after the other into a message."""
+        """Return a request with `num_tokens` prompt tokens and no other field.
+
+        Copying from an existing message takes a tenth of the time of filling a new one.
+        """
         count = -(-num_tokens // _ZEROS_STEP) * _ZEROS_STEP
         if count not in self._zeros:
             self._zeros[count] = types_pb2.EngineRequest(prompt_token_ids=[0] * count)

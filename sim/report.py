@@ -1,4 +1,4 @@
-"""What a run shows: figures, a table of them, a picture."""
+"""Results of a simulation: figures, a table, and a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from baton.load import Slo, errors_of, percentiles, summarise
 from sim.fleet import FleetConfig, FleetRun
 
-_LEFT_OUT = ("itl_s", "prefill_s", "handoff_exposed_s", "lag_s")  # what a run does not look at
+_LEFT_OUT = ("itl_s", "prefill_s", "handoff_exposed_s", "lag_s")  # not measured by a simulation
 _ROWS = {
     "time to first token": "ttft_s",
     "time per output token": "tpot_s",
@@ -15,9 +15,12 @@ _ROWS = {
 
 
 def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object]:
-    """Of `baton load` those that a simulation has, under the same names, and what only it can see.
-    Everything that begins with `machine_` is of the machine that simulates, all else is the same in
-    every run."""
+    """Return the figures of a run.
+
+    They are those of `baton load` that a simulation has, under the same names, and some that only a
+    simulation can show. Figures that begin with `machine_` describe the simulating machine; all
+    others are equal in every run.
+    """
     seen = {
         name: value
         for name, value in summarise(run.outcomes, slo, run.duration_s).items()
@@ -49,7 +52,7 @@ def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object
 
 
 def lines_of(figures: dict[str, object]) -> list[str]:
-    """For people."""
+    """Return the figures as lines of text."""
     rows = [
         f"{'milliseconds':<24}" + "".join(f"{part:>10}" for part in ("p50", "p90", "p99", "mean"))
     ]
@@ -68,16 +71,15 @@ def lines_of(figures: dict[str, object]) -> list[str]:
         "prefix caches served {cached_share:.1%} of all prompt tokens; at most {waiting_max} requests "
         "waited".format_map(figures),
         *([f"errors: {figures['errors']}"] if figures["errors"] else []),
-        "simulated in {machine_wall_s:.1f} s, {machine_speed:.0f} times as fast as it would happen; a router's choice "
-        "took {choice_us:.0f} us of this machine".format_map(
+        "simulated in {machine_wall_s:.1f} s, {machine_speed:.0f} times real time; a router's choice "
+        "took {choice_us:.0f} us on this machine".format_map(
             {**figures, "choice_us": 1e6 * float(str(figures["machine_pick_s"]))}
         ),
     ]
 
 
 def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
-    """Write a picture: first tokens, queues, memory and how busy both roles are, over time. Needs
-    matplotlib."""
+    """Plot first tokens, queues, memory and utilization over time. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7), dpi=90, layout="constrained")
@@ -110,8 +112,10 @@ def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
 
 
 def _shares(at: Sequence[float], seconds: Sequence[float], count: int) -> list[float]:
-    """Per cent of so many workers' time between each two samples. Work counts when it is done, so
-    100 may be passed."""
+    """Return the utilization of `count` workers between each two samples, in per cent.
+
+    Work counts at its end, so that values may exceed 100.
+    """
     return [
         100 * (after - before) / count / (later - sooner)
         for sooner, later, before, after in zip(at, at[1:], seconds, seconds[1:], strict=False)

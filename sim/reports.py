@@ -1,9 +1,9 @@
-"""How reports of simulated workers reach routers: as `pool.watch` sends them and
-`router.workers.watch` reads them, but for those that say nothing new.
+"""Reports from simulated workers to routers, as `pool.watch` and `router.workers.watch` exchange
+them.
 
-A worker that has nothing to do and reported so is not asked again until it has, and lives until its
-process dies or is cut off: what it would have sent changes nothing in a router. So fleets may be
-large.
+Reports without news are left out. An idle worker that has reported so is not polled again until it
+gets a request, and counts as alive until its process dies or is cut off. Its omitted reports would
+change nothing in a router. This makes large fleets possible.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ from sim.worker import SimulatedWorker
 
 
 class Reports:
-    """To one router, from any worker by its address. Each begins somewhere within its first
-    interval."""
+    """Reports to one router, from any worker by address. Each stream starts within its first
+    interval.
+    """
 
     def __init__(
         self, workers: Mapping[str, SimulatedWorker], latency_s: float, rng: random.Random
@@ -31,8 +32,8 @@ class Reports:
         self._rng = rng
 
     async def follow(self, worker: Worker, facts: ModelLimits, interval_s: float) -> str:
-        """As `router.workers.watch.Follow`."""
-        worker.index.forget(worker.address)  # the stream begins with a whole account
+        """Apply the reports of a worker. Implements `router.workers.watch.Follow`."""
+        worker.index.forget(worker.address)  # the stream begins with a complete cache report
         watch = _Watch(worker, facts, self._workers[worker.address], interval_s, self._latency_s)
         try:
             watch.open(self._rng.random() * interval_s)
@@ -42,7 +43,7 @@ class Reports:
 
 
 class _Watch:
-    """One stream of reports. `ended` gets the reason."""
+    """One stream of reports. `ended` gets the reason of its end."""
 
     def __init__(
         self,
@@ -60,16 +61,15 @@ class _Watch:
         self._interval_s = interval_s
         self._latency_s = latency_s
         self._scope = ExitStack()
-        self._cache: PointWatcher | None = None  # until it has begun
-        self._incarnation = ""  # of the worker that it began with
+        self._cache: PointWatcher | None = None  # None before the stream has begun
+        self._incarnation = ""  # of the worker when the stream began
         self._sent = worker_pb2.WorkerLoad()
-        self._next_s = 0.0  # when the next report is due, or would have been
+        self._next_s = 0.0  # when the next report is due, or would be due if it had news
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
 
     def open(self, first_s: float) -> None:
-        """Facts and a load come at once, loads from then on in steps of the interval that begin
-        after `first_s`."""
+        """Start the stream: info and load at once, then loads at intervals offset by `first_s`."""
         self._next_s = self._loop.time() + first_s - self._interval_s
         self._worker.watchers[self] = None
         if self._worker.server.is_cut:
@@ -80,7 +80,7 @@ class _Watch:
             self._end_later("connection refused")
 
     def close(self) -> None:
-        """The router reads no more."""
+        """End the stream."""
         self._worker.watchers.pop(self, None)
         self._scope.close()
         self._rest()
@@ -88,26 +88,26 @@ class _Watch:
             self._silence.cancel()
 
     def woken(self) -> None:
-        """With the next step, if nothing was due."""
+        """Resume reports at the next interval if they were paused."""
         if self._timer is None and self._cache is not None and self._silence is None:
             missed = max(0, -int((self._next_s - self._loop.time()) // self._interval_s))
             self._next_s += missed * self._interval_s
             self._timer = self._loop.call_at(self._next_s, self._report)
 
     def changed(self) -> None:
-        """Now."""
+        """Report at once."""
         if self._cache is not None and self._silence is None:
             self._rest()
             self._report()
 
     def died(self) -> None:
-        """Its connection closes; behind a cut nobody notices that."""
+        """Close the connection; a cut hides that."""
         self._rest()
         if self._silence is None:
             self._end_later("the connection was closed")
 
     def cut(self) -> None:
-        """Reports are missing from now on."""
+        """Stop reports, and start the silence timer."""
         if self._silence is not None:
             return
         self._rest()
@@ -117,7 +117,7 @@ class _Watch:
         )
 
     def healed(self) -> None:
-        """What is new comes at once."""
+        """Report news at once after a cut."""
         if self._silence is None:
             return
         self._silence.cancel()
@@ -138,7 +138,7 @@ class _Watch:
         self._report()
 
     def _report(self) -> None:
-        """What is new; if nothing is, and nothing will be until it is woken, no other is due."""
+        """Send a report if there is news, and schedule the next; otherwise pause until `woken`."""
         assert self._cache is not None
         worker, reports = self._worker, self._cache.take()
         news = [worker_pb2.WatchResponse(cache=report) for report in reports] if reports else ()
@@ -166,7 +166,7 @@ class _Watch:
     def _loaded(
         self, news: Sequence[worker_pb2.WatchResponse], load: worker_pb2.WorkerLoad
     ) -> None:
-        """As `_arrive` of what is new and of a load, which is not put into a message of its own."""
+        """Apply news and a load, which avoids a message around the load."""
         if news:
             self._arrive(news)
         if not self.ended.done() and (problem := apply_load(self._reader, load)):

@@ -1,5 +1,4 @@
-"""A worker's end of a router's call: what `pool.request.router_call` is to a real one, without
-tasks."""
+"""The worker's end of a router's call: a simulation of `pool.request.router_call` without tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,26 +16,26 @@ EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 
 
 def _ignore(*_: object) -> None:
-    """What a request does where nobody listens."""
+    """Ignore an event without a listener."""
 
 
 @dataclass(eq=False)
 class SimulatedRequest(Generic[InputT, EventT]):
-    """One of a router, from its opening to its end. Its worker listens, sends and ends."""
+    """One request of a router, from its opening to its end. Its worker listens, sends and ends."""
 
     key: int
     _send: Callable[[EventT], None]
     _forget: Callable[[types_pb2.RequestEnded], None]
     on_input: Callable[[InputT], None] = _ignore
-    on_gone: Callable[[], None] = _ignore  # its router gave it up, or is gone, or this process dies
+    on_gone: Callable[[], None] = _ignore  # cancelled, router lost, or this process died
 
     def send(self, event: EventT) -> None:
-        """To the router."""
+        """Send an event to the router."""
         event.key = self.key
         self._send(event)
 
     def end(self, error: BatonError | None = None) -> None:
-        """As it should, or with this error. Idempotent."""
+        """End the request, successfully or with `error`. Idempotent."""
         self._forget(
             types_pb2.RequestEnded.FromString(b"" if error is None else failure_of(error).status)
         )
@@ -44,7 +43,7 @@ class SimulatedRequest(Generic[InputT, EventT]):
 
 @dataclass(eq=False)
 class RouterEnd(Generic[InputT, EventT]):
-    """Of one router's call. `opened` gets each request with its first input."""
+    """The worker's end of one router's call. `opened` gets each request with its first input."""
 
     call: SimulatedCall
     message_of: Callable[[EventT], Message]
@@ -56,7 +55,7 @@ class RouterEnd(Generic[InputT, EventT]):
         self.call.on_gone = self._gone
 
     def received(self, message: InputT) -> None:
-        """One input of the router's."""
+        """Handle one input of the router."""
         request = self._requests.get(message.key)
         match message.WhichOneof("input"):
             case "open":

@@ -1,4 +1,4 @@
-"""A router process: what `router.app` builds, over the simulated network."""
+"""A router process: the objects that `router.app` builds, over the simulated network."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ from sim.worker import SimulatedWorker
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """As the settings of `router.config` of the same names."""
+    """Options with the meaning of the `router.config` settings of the same names."""
 
     policy: Policy = Policy.PREFIX_CACHE
     watch_interval_s: float = 0.25
@@ -39,14 +39,14 @@ class RouterOptions:
 
 @dataclass(eq=False)
 class RouterProcess:
-    """Build inside a running event loop. It dies at most once."""
+    """One router process. Build inside a running event loop. It dies at most once."""
 
     options: RouterOptions
     registry: CollectorRegistry
     metrics: RouterMetrics
     services: Services
     clock: Clock
-    _tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)  # the oldest first
+    _tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)  # oldest first
     is_up: bool = True
 
     @classmethod
@@ -59,7 +59,7 @@ class RouterProcess:
         rng: random.Random,
         facts: ModelLimits,
     ) -> "RouterProcess":
-        """Before `workers`, by their addresses."""
+        """Build a router for `workers`, which are given by address."""
         registry = CollectorRegistry()
         metrics = RouterMetrics.create(registry)
         prefill, decode = (
@@ -94,15 +94,19 @@ class RouterProcess:
         return cls(options, registry, metrics, services, clock)
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """What it does beside answering; an error of that ends the group."""
+        """Start the background tasks; an error in one ends the group."""
         for work in (self.services.directory.run(), self.services.admission.run()):
             self._note(group.create_task(work))
 
     async def answer(
         self, request: AdmissibleRequest
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """To its end. Raises as `RequestFlow.run` does, and UnavailableError where this process
-        dies first."""
+        """Yield the responses to a request, to its end.
+
+        Raises:
+            UnavailableError: this process died first.
+            BatonError: as `RequestFlow.run`.
+        """
         if not self.is_up:
             raise UnavailableError("the router is gone")
         responses = ResponseQueue(self.options.max_request_s)
@@ -125,13 +129,13 @@ class RouterProcess:
             raise UnavailableError("the router was lost") from None
 
     def die(self) -> None:
-        """At once, with all that it serves."""
+        """End the process at once, with all its requests."""
         self.is_up = False
         for task in tuple(self._tasks):
             task.cancel()
 
     def picks(self) -> tuple[int, float]:
-        """How often it chose a worker, and how many seconds of this machine that took."""
+        """Return the number of choices of a worker, and the real time in seconds that they took."""
         count, seconds = (
             self.registry.get_sample_value(f"baton_router_pick_seconds_{part}") or 0
             for part in ("count", "sum")

@@ -1,9 +1,8 @@
-"""Virtual time: an event loop whose clock jumps to the next thing that is due instead of waiting
-for it.
+"""Virtual time: an event loop whose clock jumps to the next due callback instead of waiting for it.
 
-Whatever awaits runs on it unchanged: timers, deadlines and pauses take no time of this machine, and
-code that runs costs no virtual time. Fleets set millions of timers and cancel most of them, so this
-is a heap of tuples and a queue.
+Any coroutine runs on it unchanged. Timers, deadlines and pauses take no real time, and running code
+takes no virtual time. Fleets set millions of timers and cancel most of them, so the loop is a heap
+of tuples and a queue.
 """
 
 import asyncio
@@ -21,13 +20,12 @@ from runtime.errors import InternalError
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-COLLECTION = 50_000, 10, 2  # objects of each generation between two looks for garbage
-_SPARE_TIMERS = 1024  # cancelled ones that may stay in the heap, beside as many as are not
+COLLECTION = 50_000, 10, 2  # garbage collection thresholds of the three generations
+_SPARE_TIMERS = 1024  # cancelled timers allowed in the heap, in addition to half of its size
 
 
 class _Due(asyncio.TimerHandle):
-    """A callback that waits for its turn, or for its time. It keeps none of what asyncio's keeps
-    for debugging."""
+    """A callback that is queued or timed. Omits the debugging state of asyncio's handles."""
 
     __slots__ = ("_virtual", "arguments", "callback", "context", "is_cancelled")
 
@@ -55,13 +53,16 @@ class _Due(asyncio.TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Starts at 0 s. Sockets and threads have no place on it. A callback that raises ends the run.
-    Callbacks that bring no context of their own share that of whoever runs it."""
+    """Event loop in virtual time, starting at 0 s.
+
+    It supports neither sockets nor threads. A callback that raises ends the run. Callbacks without
+    a context of their own run in the context of the caller of `run_forever`.
+    """
 
     def __init__(self) -> None:
-        self._is_running = False  # asyncio asks while it makes its part
+        self._is_running = False  # asyncio's constructor calls `is_running`
         super().__init__()
-        self.num_cancelled = 0  # at least as many as are still in the heap
+        self.num_cancelled = 0  # upper bound of the cancelled timers in the heap
         self._now_s = 0.0
         self._serial = count()
         self._soon: deque[_Due] = deque()
@@ -87,9 +88,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        return self.call_soon(
-            callback, *args, context=context
-        )  # the handler of an interrupt, on the only thread
+        # Called by the handler of an interrupt, on the only thread.
+        return self.call_soon(callback, *args, context=context)
 
     def call_later(
         self,
@@ -114,12 +114,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return due
 
     def run_forever(self) -> None:
-        """Until `stop`.
+        """Run until `stop`.
 
         Raises:
-            InternalError: everything waits and no timer is left.
+            InternalError: no callback is queued and no timer is left.
         """
-        asyncio._set_running_loop(self)  # noqa: SLF001 (meant for loops)
+        asyncio._set_running_loop(self)  # noqa: SLF001 (intended for event loops)
         self._is_running, self._is_stopping = True, False
         soon = self._soon
         try:
@@ -139,7 +139,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)  # noqa: SLF001
 
     def _next_timer(self) -> _Due:
-        """Time jumps to it."""
+        """Return the next timer, and advance the time to it."""
         if self.num_cancelled > _SPARE_TIMERS + len(self._timers) // 2:
             self._timers = [each for each in self._timers if not each[2].is_cancelled]
             heapq.heapify(self._timers)
@@ -159,31 +159,35 @@ class LoopClock:
     """A `Clock` that shows a loop's time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time  # as an attribute: it is asked for hundreds of times for every request
+        self.now = loop.time  # an attribute, because each request calls it hundreds of times
 
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in virtual time.
+    """Run a coroutine like `asyncio.run`, in virtual time.
 
     Raises:
-        InternalError: everything waits and no timer is left.
+        InternalError: no callback is queued and no timer is left.
     """
     with _seldom_collected(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
 
 def keep_all() -> None:
-    """What there is now stays to the end of the run, and need not be looked through for the garbage
-    of requests, each of which is a circle that holds its prompt. The second look counts what is
-    left, by which Python reckons when the next one is worth it."""
+    """Exempt the objects that exist now from garbage collection until the end of the run.
+
+    Requests are reference cycles that hold their prompts, so collections are needed but should only
+    search those. The collection after the freeze updates the object count by which Python schedules
+    full collections.
+    """
     gc.freeze()
     gc.collect()
 
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """What a fleet has stays: to look through it for garbage as often as Python does takes a fifth
-    of a run."""
+    """Collect garbage less often: a fleet's objects stay, and Python's default takes a fifth of a
+    run.
+    """
     before = gc.get_threshold()
     gc.set_threshold(*COLLECTION)
     try:

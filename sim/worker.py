@@ -1,4 +1,4 @@
-"""What simulated workers of both roles have in common: their process, and what they report."""
+"""Common part of simulated workers: their process, and their reports."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -15,17 +15,17 @@ COMPATIBILITY = "simulated"
 ARCHITECTURE = "Simulated"
 
 Prompts = dict[str, SimulatedPrompt]
-"""Of all requests under way, by their ids."""
+"""Prompts of all active requests, by request id."""
 
 
 class Watcher(Protocol):
-    """Who is to notice what happens to a worker's process."""
+    """Observer of a worker's process."""
 
     def woken(self) -> None:
-        """It got a request."""
+        """Handle the arrival of a request."""
 
     def changed(self) -> None:
-        """It begins to drain."""
+        """Handle the beginning of a drain."""
 
     def died(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 
 class SimulatedWorker(ABC):
-    """One process. It may die and start anew, be slow, be cut off, and drain."""
+    """One worker process. It may die and restart, be slow, be cut off, and drain."""
 
     role = ""
 
@@ -43,9 +43,9 @@ class SimulatedWorker(ABC):
         self.address = address
         self.costs = costs
         self.processor = processor
-        self.busy_s = 0.0  # it computed so far
-        self.num_tokens = 0  # computed or drawn so far
-        self.was_used = False  # it got a request, ever
+        self.busy_s = 0.0  # compute time so far
+        self.num_tokens = 0  # tokens computed or generated so far
+        self.was_used = False  # whether it ever got a request
         self._num_starts = 0
         self._is_draining = False
         self.watchers: dict[Watcher, None] = {}
@@ -53,33 +53,33 @@ class SimulatedWorker(ABC):
         self.start()
 
     def start(self) -> None:
-        """As a new incarnation, that has nothing."""
+        """Start a new, empty incarnation."""
         self._num_starts += 1
         self._is_draining = False
         self.journal = self._begin()
         self.server.is_up = True
 
     def die(self) -> None:
-        """At once."""
+        """End the process at once."""
         self.processor.compute(is_computing=False)
         self.server.die()
         for watcher in tuple(self.watchers):
             watcher.died()
 
     def cut(self) -> None:
-        """Nobody reaches it."""
+        """Cut the worker off from the network."""
         self.server.is_cut = True
         for watcher in tuple(self.watchers):
             watcher.cut()
 
     def heal(self) -> None:
-        """The cut is over."""
+        """End the cut."""
         self.server.heal()
         for watcher in tuple(self.watchers):
             watcher.healed()
 
     def drain(self) -> None:
-        """Hand requests back and take none."""
+        """Hand requests back and reject new ones."""
         self._is_draining = True
         for watcher in self.watchers:
             watcher.changed()
@@ -91,33 +91,40 @@ class SimulatedWorker(ABC):
     @property
     @abstractmethod
     def start_s(self) -> float:
-        """How long a start takes."""
+        """Return the duration of a start, in seconds."""
 
     @property
     @abstractmethod
     def num_requests(self) -> int:
-        """That it has."""
+        """Return the number of requests on the worker."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises InternalError if memory is held by no request, or counts do not add up."""
+        """Check memory and counts.
+
+        Raises:
+            InternalError: memory is held without a request, or counts do not add up.
+        """
 
     @abstractmethod
     def _begin(self) -> PointJournal:
-        """Begin empty; returns the journal of the new cache."""
+        """Begin empty; return the journal of the new prefix cache."""
 
     @abstractmethod
     def _methods(self) -> dict[str, Method]:
-        """What the role serves."""
+        """Return the methods that the role serves."""
 
     @abstractmethod
     def _described(self) -> worker_pb2.WorkerInfo:
-        """What differs between roles."""
+        """Return the fields of the info that differ between roles."""
 
     @abstractmethod
     def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
-        """All of a load. It is made with what it says: that takes half as long as to set one field
-        after the other."""
+        """Return a complete load report.
+
+        All fields are passed to the constructor, which takes half the time of setting them one by
+        one.
+        """
 
     def _woken(self) -> None:
         self.was_used = True
@@ -125,7 +132,7 @@ class SimulatedWorker(ABC):
             watcher.woken()
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """Of this incarnation."""
+        """Return the info of this incarnation."""
         model, info = self.costs.model, self._described()
         info.MergeFrom(
             worker_pb2.WorkerInfo(
@@ -143,7 +150,7 @@ class SimulatedWorker(ABC):
         return info
 
     def load(self) -> worker_pb2.WorkerLoad:
-        """At this moment."""
+        """Return the current load."""
         return self._reported(
             serving=not self._is_draining, reason="draining" if self._is_draining else ""
         )

@@ -293,7 +293,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
-    """Return choice `index` as a separate request. Only choice 0 is scored: the prompt is the same."""
+    """Return choice `index` as a separate request. Only choice 0 scores the common prompt."""
     if index == 0:
         return request
     engine = types_pb2.EngineRequest()

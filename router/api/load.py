@@ -53,7 +53,7 @@ def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLo
 
 @dataclass
 class RequestCounts:
-    """Requests since the start, as far as load reports distinguish their outcomes."""
+    """Requests since the start, by the outcomes that load reports distinguish."""
 
     accepted: int = 0
     failed: int = 0

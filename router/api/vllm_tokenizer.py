@@ -81,7 +81,7 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
 
 
 def _kept(files: Mapping[str, bytes], cache: Path) -> str:
-    """Return the folder of `cache` with these files, written if missing; `NOWHERE` if it cannot be."""
+    """Return the folder of `cache` with these files, written if missing; `NOWHERE` on failure."""
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name} {len(data)}\n".encode() + data)

@@ -400,7 +400,7 @@ async def feed(
 def finish_of(
     token_ids: Sequence[int], engine: types_pb2.EngineRequest
 ) -> generation_pb2.GenerateFinish | None:
-    """Return how a response of these tokens has ended, stop strings aside; None while it goes on."""
+    """Return how a response of these tokens ended, stop strings aside; None while it goes on."""
     if token_ids and token_ids[-1] in engine.stop_token_ids:
         return generation_pb2.GenerateFinish(
             reason=types_pb2.FINISH_REASON_STOP, stop_token_id=token_ids[-1]

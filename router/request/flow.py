@@ -4,7 +4,7 @@ Life of a request:
 
  1. `Admission` queues it until a compatible pair has capacity soon, and books both workers.
  2. The router opens a stream to a prefill worker. The worker queues the request and sends
-    `started`, with the terms of what it will send, when its turn comes.
+    `started`, with the terms of its handoff, when its turn comes.
  3. The router opens a stream to a decode pool with these terms. The pool reserves memory on all
     stages and replies with `DestinationTerms`, or refuses and the next pool gets the offer. When
     all pools refuse, the router offers it again while prefill computes.
@@ -318,7 +318,7 @@ class RequestFlow:
                     self._decode.expect_commit()
 
     async def _pass_scores(self, received: Received) -> None:
-        """Pass prompt scores to the client when its queue has room. They precede the first token."""
+        """Pass prompt scores to the client when its queue has room, before the first token."""
         event = received.event
         if (
             received.stream is self._prefill.stream

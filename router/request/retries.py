@@ -34,13 +34,13 @@ RETRY_PAUSE_S = 0.05
 
 
 def lost(worker: Worker, reason: str) -> PeerLostError:
-    """Log the loss of a worker; return an error for the client, without addresses of the cluster."""
+    """Log the loss of a worker; return an error for the client, without addresses."""
     logger.info("stream lost", extra={"worker": worker.address, "reason": reason})
     return PeerLostError(f"the {worker.role} worker was lost")
 
 
 def may_retry(error: BatonError) -> bool:
-    """Return whether another worker could help: not for an invalid request, a bug, or a deadline."""
+    """Return whether another worker could help: not for an invalid request, a bug or a timeout."""
     return not isinstance(error, InvalidRequestError | InternalError | DeadlineError)
 
 
@@ -90,7 +90,7 @@ class Migrations:
     is the same. A pair must serve the same weights with the same numerics: its compatibility digest
     fits the lost pool's.
 
-    A request that loses pool after pool may be what kills or stalls them, so losses are bounded.
+    A request that loses pool after pool may itself kill or stall them, so losses are bounded.
     Pools that drain hand requests back on purpose and do not count. `under_way` is the reason of
     the current move, until the request has resumed or ended.
     """

@@ -73,7 +73,7 @@ class Timeline:
         return other
 
     def resumed(self) -> None:
-        """Record that the client already has the first tokens, so that the next tokens follow them."""
+        """Record that the client already has the first tokens, and the next ones follow them."""
         self._first_token_at_s = self._last_tokens_at_s = self._received_at_s
         self.metrics.resumptions.inc()
 
@@ -257,7 +257,7 @@ class _Length:
 
 @dataclass
 class _SafetyFactor:
-    """High quantile of actual over estimated service time, by length; short ones are less certain."""
+    """High quantile of actual over estimated service time, by length: short ones vary more."""
 
     # By octave of the estimate: (time, actual / estimated).
     errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
@@ -330,7 +330,7 @@ class ClientHabits:
         return max_tokens * own.share if weight else 0.0
 
     def may_try(self, client: str) -> bool:
-        """Return whether to serve a request that is expected to end too late, once per `TRIAL_S`."""
+        """Return whether to serve a request expected to end too late, once per `TRIAL_S`."""
         habits, now_s = self._of(client), self._clock.now()
         if now_s - habits.tried_s < TRIAL_S:
             return False

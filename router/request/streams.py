@@ -192,8 +192,7 @@ class DecodeStream:
         self._close_stream()
 
     def offer(self, source: transfer_pb2.SourceTerms) -> None:
-        """Reserve for what this prefill worker will send; a later source takes over the same
-        reservation.
+        """Reserve for the handoff of this prefill worker, or move the reservation to it.
 
         Raises:
             PeerLostError: the booked pool has restarted since, perhaps with another configuration.
@@ -254,7 +253,7 @@ class DecodeStream:
 
     @property
     def lacks_first_token(self) -> bool:
-        """Return whether the due commit is impossible because no worker has sent the first token."""
+        """Return whether the due commit is impossible because no worker sent the first token."""
         return not self._is_destination_due and self._first_token is None
 
     def committed(self) -> None:

@@ -370,8 +370,8 @@ def _context(
     elif request.stop.min_tokens > room:
         yield FieldViolation(
             "stop.min_tokens",
-            f"must be at most {room}, what the maximum context length of "
-            f"{facts.max_context_tokens} tokens leaves after the prompt, "
+            f"must be at most {room}, the part of the maximum context length of "
+            f"{facts.max_context_tokens} tokens that the prompt leaves, "
             f"got {request.stop.min_tokens}",
         )
     else:

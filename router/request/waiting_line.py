@@ -91,7 +91,7 @@ class Refusal:
 
 @dataclass(order=True)
 class Waiter(Generic[T]):
-    """A queued request; compares in the order of its client. `displaced`: the request it replaced."""
+    """A queued request; sorts in the order of its client. `displaced`: the request it replaced."""
 
     begin_by_s: float
     arrival: int

@@ -96,7 +96,7 @@ class WorkerStream(Generic[InputT, EventT]):
         opening: InputT,
         deliver: Callable[[Received | Ended], object],
     ) -> Self:
-        """Open a stream to `worker`. Never fails: the loss of an unreachable worker is delivered."""
+        """Open a stream to `worker`. Never fails: the loss of a worker is delivered."""
         stream = cls(worker, call, deliver)
         worker.attach(stream)
         stream._key = call.open(stream, opening)
@@ -146,7 +146,7 @@ class FlowInbox:
         return self._reader is not None and not self._reader.done() and not self._events
 
     def post(self, event: Event) -> bool:
-        """Queue an event without waiting; return False for a worker's event if too many are queued."""
+        """Queue an event without waiting; return False if a worker has too many queued."""
         if len(self._events) >= MAX_UNHANDLED and isinstance(event, Received):
             return False
         self._events.append(event)
@@ -239,7 +239,7 @@ class FlowLimits:
 
 @dataclass(frozen=True)
 class FlowParts:
-    """What both kinds of stream need.
+    """Inputs that both kinds of stream need.
 
     `ends_at` is the request's deadline in loop time. `trace` is the trace context for its workers.
     `deliver` receives the events of the streams; `overdue` is called when a reply is late.
@@ -268,7 +268,7 @@ class FlowParts:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a TaskGroup whose first BatonError is raised directly instead of in an exception group."""
+    """Open a TaskGroup whose first BatonError is raised directly, not in an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-# Cost of a message in addition to its texts: rendering one takes as long as encoding this many characters.
+# Cost of a message in addition to its texts: rendering takes as long as encoding this many
+# characters.
 MESSAGE_CHARACTERS = 16
 
 Turn = Mapping[str, Any]

@@ -89,7 +89,7 @@ class ChatTemplate:
             ) from error
 
     def arguments(self) -> frozenset[str]:
-        """Return the names that the templates use without defining them: their possible arguments."""
+        """Return the names used and not defined by the templates: their possible arguments."""
         given = {*self.environment.globals, *self._special_tokens, *RESERVED_ARGUMENTS}
         found = (
             jinja2.meta.find_undeclared_variables(self.environment.parse(text))

@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStart:
-    """State of what a decoder still drops at the beginning of one text.
+    """State of dropping at the beginning of one text.
 
     That is a number of spaces, or all spaces of the first token.
     """
@@ -48,7 +48,7 @@ class TextStart:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a decoder writes one token, and what it drops at the beginning of a text (`TextStart`)."""
+    """Rule by which a decoder writes one token and begins a text (`TextStart`)."""
 
     steps: tuple[_Step, ...]
     character: bytes = b" "

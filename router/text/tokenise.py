@@ -113,7 +113,7 @@ def load_tokeniser(
 
 
 def _load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Load the model's templates in the order of transformers: separate files override the config."""
+    """Load the model's templates as transformers does: separate files override the config."""
     config = read_if_there(model_dir / "tokenizer_config.json")
     sources = _named_templates(config.get("chat_template"), "tokenizer_config.json")
     if not sources:

@@ -93,7 +93,7 @@ class DirectoryOptions:
 
 
 class Directory:
-    """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
+    """Workers of one model. Build inside a running event loop; `run` watches until cancelled."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Directory:
 
     @property
     def restart_estimate_s(self) -> float:
-        """Return how long a lost worker may take to restart, by the slowest of the latest starts."""
+        """Return how long a restart of a lost worker may take, by the slowest of the last starts."""
         return min(
             START_MARGIN * self._worker_set.tally.slowest_start_s, self._options.longest_restart_s
         )
@@ -494,7 +494,7 @@ class Directory:
         return sound if any(part.pools for part in sound) else groups
 
     def _without_failed_links(self, group: _Linked) -> list[_Linked]:
-        """Split a group by failed links: each source with a failed link gets its own list of pools."""
+        """Split a group by failed links: each source with one gets its own list of pools."""
         failed_links = self._failed_links.by_source()
         whole = [source for source in group.sources if source.incarnation not in failed_links]
         parts = [

@@ -75,7 +75,7 @@ class PrefillPace:
             self._count()
 
     def ended(self, num_tokens: int) -> None:
-        """Record the end of a prompt with `num_tokens` computed; 0 if it was given up.
+        """Record the end of a prompt with `num_tokens` computed; 0 if it was cancelled.
 
         Few tokens count as `MIN_TOKENS`: most of their time is overhead, and would make an uncached
         prompt look endless.

@@ -47,8 +47,8 @@ AFFINITY_SLACK = 8192.0
 UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
-# A prompt does not wait for one at least this many times as long: it gets one token in `SHORT_SHARE`
-# meanwhile.
+# A prompt does not wait for one at least this many times as long: it gets one token in
+# `SHORT_SHARE` meanwhile.
 SHORT_RATIO, SHORT_SHARE = 4, 4
 
 
@@ -90,7 +90,7 @@ class WorkerSnapshot(NamedTuple):
     longest_ahead: int = 0
 
     def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
-        """Return whether a prompt of `num_tokens` has room; `context_tokens` as for `Worker.book`."""
+        """Return whether a prompt of `num_tokens` fits; `context_tokens` as for `Worker.book`."""
         if self.prompts_ahead:
             if self.busy_tokens > self.tokens_ahead:
                 return self.has_place

@@ -1,10 +1,10 @@
 """One worker as the router sees it: its reports, the router's bookings, and the call its requests
 share.
 
-Reports are always slightly old. A `Booking` is the router's own count of what it placed. Estimates
-add the bookings made since the last report, so that a burst does not go to one worker only.
-Capacity that a report shows as free, less what was sent since, can be booked. With a single router
-a full pool therefore gets no request to refuse; with several it may.
+Reports are always slightly old. A `Booking` is the router's own record of a placed request.
+Estimates add the bookings made since the last report, so that a burst does not go to one worker
+only. Capacity that a report shows as free, less what was sent since, can be booked. With a single
+router a full pool therefore gets no request to refuse; with several it may.
 """
 
 import math
@@ -23,8 +23,8 @@ from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
 
-# Prompts queue in the router, which orders and drops them. A worker gets only as many prompts as keep
-# it busy until its next report has led to a new placement.
+# Prompts queue in the router, which orders and drops them. A worker gets only as many prompts as
+# keep it busy until its next report has led to a new placement.
 PREFILL_LOOKAHEAD_S = 0.5
 PREFILL_LOOKAHEAD = 3  # prompts, regardless of their length
 # Requests on their way to a busy decode pool, or half of its batch if that is more.
@@ -157,12 +157,12 @@ class Worker:
         self.answer_pace = AnswerPace(self.clock)
 
     def changed(self) -> None:
-        """Drop the snapshot and notify: choices, or whether the worker is usable, may have changed."""
+        """Drop the snapshot and notify: load or usability of the worker may have changed."""
         self._drop_snapshot()
         self.on_change()
 
     def load_changed(self) -> None:
-        """Drop the snapshot and notify: only choices may have changed, as after most reports."""
+        """Drop the snapshot and notify: only the load may have changed, as after most reports."""
         self._drop_snapshot()
         self.on_load()
 
@@ -256,7 +256,7 @@ class Worker:
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
 
     def may_compute(self, num_rest: int) -> bool:
-        """Return whether a decode pool would compute the last `num_rest` tokens of a prompt itself."""
+        """Return whether a decode pool would prefill the last `num_rest` tokens itself."""
         return num_rest <= self.load.local_rest_tokens
 
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
@@ -437,7 +437,7 @@ class Worker:
 
     @property
     def _growth_pages(self) -> int:
-        """Return the pages that running requests will take until a request placed now has reserved."""
+        """Return the pages that running requests take until a request placed now reserves."""
         token_s = self.decode_pace.token_s(len(self._bookings))
         if token_s is None or self.info is None:
             return 0

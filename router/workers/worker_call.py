@@ -109,7 +109,7 @@ class WorkerCall(Generic[InputT, EventT]):
         )
 
     def open(self, receiver: RequestReceiver[EventT], opening: InputT) -> int:
-        """Begin a request; return its key. The receiver gets events only after this has returned."""
+        """Begin a request; return its key. The receiver gets events only afterwards."""
         key = next(self._keys)
         self._receivers[key] = receiver
         self.send(key, opening)
@@ -196,7 +196,7 @@ class WorkerCall(Generic[InputT, EventT]):
         for event in message.events:
             receiver = self._receivers.get(event.key)
             if receiver is None:
-                continue  # the request was given up
+                continue  # the request was cancelled
             if event.HasField("ended"):
                 del self._receivers[event.key]
                 receiver.ended(

@@ -39,7 +39,7 @@ def test_the_cheapest_of_all_fleets_is_found(prices: Prices, needed: tuple[int, 
 
 
 def test_what_cannot_be_kept_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="4 prefill and 4 decode workers keep it for 50"):
+    with pytest.raises(ConfigError, match="4 prefill and 4 decode workers meet the SLO for 50"):
         FleetSearch(lambda prefill, decode: 0.5, 0.9, Prices(most=4)).cheapest()
 
 
@@ -81,7 +81,7 @@ def test_the_command_names_a_fleet() -> None:
     )
     assert done.exit_code == 0, done.output
     assert "prefill and" in done.stdout
-    assert "that do both" in done.stdout
+    assert "aggregated workers" in done.stdout
     done = CliRunner().invoke(
         app, ["--requests", "30", "--rate", "2", "--slo", "ttft=1ms,tpot=1ms", "--most", "2"]
     )
