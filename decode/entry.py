@@ -273,7 +273,7 @@ class RequestMemory:
         num_missing = num_tokens - found.num_tokens
         if num_missing > most:
             raise CapacityError(
-                f"{num_missing} tokens of the prompt are not here, the limit is {most}",
+                f"{num_missing} tokens of the prompt are not cached, the limit is {most}",
                 resource="prefix cache",
             )
         self.lease_to_read(entry)

@@ -476,7 +476,7 @@ def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> t
         raise InvalidRequestError(
             FieldViolation(
                 "replayed_token_ids",
-                f"{count} and a first one are more than max_tokens, {request.max_tokens}",
+                f"the first token and {count} replayed ones exceed max_tokens, {request.max_tokens}",
             )
         )
     return in_vocabulary("replayed_token_ids", opening.replayed_token_ids, vocab_size)

@@ -250,8 +250,8 @@ def _show_where_ucx_listens(config: WorkerConfig) -> None:
     )
     if parse_address(config.listen).is_loopback and not all(place.is_loopback for place in places):
         logger.warning(
-            "UCX listens on %s, though gRPC keeps to loopback: set --transport-interface, to %s for this "
-            "machine alone",
+            "UCX listens on %s, but gRPC only on loopback: set --transport-interface, to %s for this "
+            "machine only",
             where,
             loopback_device(),
         )

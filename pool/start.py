@@ -63,7 +63,7 @@ def check_ranks(config: WorkerConfig) -> None:
         return
     if config.device != "cpu":
         raise ConfigError(
-            f"--tp {config.tp} is for device cpu: between devices there is no exchange yet",
+            f"--tp {config.tp} is for device cpu: ranks on devices cannot exchange data yet",
             field="tp",
         )
 

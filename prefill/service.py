@@ -118,7 +118,7 @@ class PrefillEventSender:
             raise InvalidRequestError(
                 FieldViolation(
                     "scores_read.count",
-                    f"{read.count} are more than the {self._num_unread} that are unread",
+                    f"{read.count} exceeds the {self._num_unread} unread events",
                 )
             )
         self._num_unread -= read.count

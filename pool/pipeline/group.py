@@ -211,7 +211,7 @@ class StageGroup:
             UnavailableError: a process is missing, lost, or does not respond.
         """
         if not self.formed:
-            raise UnavailableError("the stage that follows grammars is missing")
+            raise UnavailableError("the stage that compiles grammars is missing")
         here = [] if self._grammars is None else [self._grammars.check(grammar)]
         await asyncio.gather(
             *here,
@@ -220,7 +220,7 @@ class StageGroup:
 
     async def _check_at(self, link: StageLink, grammar: Grammar) -> None:
         if link not in self._links:  # lost before there was a check that could fail with it
-            raise UnavailableError("the stage that follows grammars is gone")
+            raise UnavailableError("the stage that compiles grammars was lost")
         check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
         self._checks[check_id] = grammar, checked
         try:

@@ -314,11 +314,11 @@ class Leader:
                 self._is_hung = True
                 self._fail(
                     UnavailableError(
-                        f"the engine has been within one step for more than "
+                        f"the engine has been in one step for more than "
                         f"{self.loop.step_limit.seconds:g} s"
                     )
                 )
-        error = UnavailableError(f"this worker cannot go on: {self.failure}")
+        error = UnavailableError(f"this worker cannot continue: {self.failure}")
         self._close(str(error))
         await self._hand_back(error)
         await asyncio.sleep(self._linger_s)
@@ -332,7 +332,7 @@ class Leader:
     def _form_anew(self, forming: Forming, error: BatonError) -> None:
         if forming is not self._forming or not self.group.formed:
             return  # caused by a lost stage, which is handled already
-        logger.warning("the pipeline broke: %s; its stages have to join again", error)
+        logger.warning("the pipeline broke: %s; its stages must join again", error)
         self._close(f"the pipeline broke: {error}")
         self._dismiss_all()
 

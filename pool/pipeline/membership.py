@@ -284,7 +284,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         """Dismiss members that have not connected, so that the pool does not wait forever."""
         for rank in self._answers.late(forming):
             logger.warning(
-                "%s has not connected within %g s and has to join again",
+                "%s has not connected within %g s and must join again",
                 self._places[rank],
                 READY_TIMEOUT_S,
             )

@@ -81,7 +81,7 @@ class StageAddress:
                     raise TypeError(f"{field.name} is not of its type")
             return made
         except (struct.error, ValueError, TypeError, RecursionError) as error:
-            raise PeerLostError(f"{len(data)} bytes that are not the address of a stage") from error
+            raise PeerLostError(f"{len(data)} bytes are not the address of a stage") from error
 
 
 _ANY_ADDRESS = StageAddress(0, b"")

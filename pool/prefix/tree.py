@@ -282,10 +282,10 @@ class PrefixTree:
             return Changed()
         if self._rule.has_states != (slot_id is not None):
             raise InternalError(
-                f"{len(names)} pages {'with' if slot_id else 'without'} a state behind them"
+                f"{len(names)} pages {'with' if slot_id else 'without'} a state after them"
             )
         if slot_id is not None and not self._rule.is_point(len(names)):
-            raise InternalError(f"a state behind {len(names)} pages, where no prompt is cut")
+            raise InternalError(f"a state after {len(names)} pages, where no prompt is split")
         known, points = self._num_known(names), list[bytes]()
         taken = Changed(page_ids=list(page_ids[known : len(names)]))
         run = self._ending_at(names, known)
@@ -312,7 +312,8 @@ class PrefixTree:
     def evict_pages(self, num_pages: int) -> Changed:
         """Evict the runs of least worth until `num_pages` unheld pages are free.
 
-        Stops earlier if nothing is left."""
+        Stops earlier if nothing is left.
+        """
         given = Changed()
         num_free = 0
         for may_go, is_held in ((self._is_unheld, self._is_page_held), (_always, _never)):

@@ -90,7 +90,7 @@ class EventPost:
                 receive(event)
             except Exception as error:  # noqa: BLE001 - the other events must be delivered
                 self._loop.call_exception_handler(
-                    {"message": "an event of the engine was not taken", "exception": error}
+                    {"message": "an engine event was not handled", "exception": error}
                 )
         if self._timer is None:
             self._timer = self._loop.call_later(PACE_S, self._look_again)

@@ -333,7 +333,7 @@ class RouterCall(Generic[InputT, EventT]):
             raise InvalidRequestError(request.violation)
         if self._num_admitted >= self._max_open:
             raise CapacityError(
-                f"{self._max_open} requests of one router are under way, which is the limit",
+                f"{self._max_open} requests of one router are in progress, which is the limit",
                 resource="requests",
             )
         ends_in_s, timer = _time_left_s(self._kind.context_of(item)), None

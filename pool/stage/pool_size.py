@@ -151,7 +151,7 @@ def resume_notice(config: WorkerConfig, chunk_grid: int) -> str:
     if not config.prefix_cache or step == max(config.page_size, chunk_grid):
         return ""
     return (
-        f"prompts go on from the prefix cache only at multiples of {step} tokens, where pages of "
+        f"prompts resume from the prefix cache only at multiples of {step} tokens, at which pages of "
         f"{config.page_size} tokens (--page-size) and the model's grid of {chunk_grid} meet: a page size that "
         f"divides {chunk_grid}, or is a multiple of it, shares more"
     )
@@ -237,7 +237,7 @@ def _check_room(
         )
         asked = f"--{flag.replace('_', '-')} {getattr(config, flag)}"
         raise ConfigError(
-            f"{asked} make a cache of {_mib(cache)} on stage {own} (layers {ranges[own]}), and beside "
+            f"{asked} make a cache of {_mib(cache)} on stage {own} (layers {ranges[own]}), and next to "
             f"its weights {_place(config)} has {_mib(room_bytes)}: {less}",
             field=flag,
         )
@@ -264,7 +264,7 @@ def _cache_bytes(
     if left <= 0:
         largest = weights.index(max(weights))
         raise ConfigError(
-            f"nothing is left for a cache: {share:g} (--memory-share) of the {_mib(total)} of "
+            f"no memory is left for a cache: {share:g} (--memory-share) of the {_mib(total)} of "
             f"{_place(config)} are {_mib(int(share * total))}, stage {largest} (layers "
             f"{ranges[largest]}) has {_mib(max(weights))} of weights and a process takes "
             f"{_mib(PROCESS_BYTES)} besides; give a larger --memory-share, --memory-mb, or more stages",

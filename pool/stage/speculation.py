@@ -276,13 +276,13 @@ def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> N
     if elsewhere:
         read = " and ".join(map(str, sorted(plan.draft.read_layers)))
         raise ConfigError(
-            f"the draft reads what layers {read} cache; the last stage has layers {last} and needs "
-            f"{elsewhere[0]}, too",
+            f"the draft reads the caches of layers {read}; the last stage has layers {last} and needs "
+            f"{elsewhere[0]} as well",
             field="partition",
         )
     if plan.draft.is_frozen and rank.attention.size > 1:
         raise ConfigError(
-            f"--tp {rank.size}: the draft reads what the target caches, of which a rank has a part only",
+            f"--tp {rank.size}: the draft reads the target's cache, of which a rank has only a part",
             field="tp",
         )
 

@@ -223,7 +223,7 @@ def _layers_of_stages(
     if partition and size == 1:
         raise ConfigError(
             f"--partition {partition} names the layers of several stages, and this pool has one: "
-            f"--world-size says how many (with baton up, --prefill-pp and --decode-pp)",
+            f"--world-size sets their number (with baton up, --prefill-pp and --decode-pp)",
             field="partition",
         )
     if partition == BALANCED:
@@ -355,7 +355,7 @@ def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
             memory_left() if config.device == HOST.type else f"device {config.device} has no more"
         )
         raise CapacityError(
-            f"out of memory while it loads {weights / MIB:.0f} MiB of weights and makes room for "
+            f"out of memory while loading {weights / MIB:.0f} MiB of weights and allocating "
             f"{describe_pools(plan.geometry)}; {free}: a smaller --memory-mb or --max-running, or more "
             f"stages, take less",
             resource="memory",

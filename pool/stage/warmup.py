@@ -83,7 +83,7 @@ async def run_inside(
             await done
     except TimeoutError:
         raise DeadlineError(
-            f"the warm-up token did not come within {WARM_UP_TIMEOUT_S:g} s"
+            f"the warm-up token did not arrive within {WARM_UP_TIMEOUT_S:g} s"
         ) from None
     finally:
         end(key)

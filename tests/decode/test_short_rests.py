@@ -10,7 +10,9 @@ from tests.decode.test_prefix_cache import Rig
 def test_a_short_rest_is_computed_where_the_prompt_is() -> None:
     rig = Rig(local_rest_tokens=7)
     first = rig.serve(range(18), max_tokens=6)
-    with pytest.raises(CapacityError, match="9 tokens of the prompt are not here, the limit is 7"):
+    with pytest.raises(
+        CapacityError, match="9 tokens of the prompt are not cached, the limit is 7"
+    ):
         rig.read_rest([*range(16), *range(50, 59)])
     assert rig.scheduler.load().running_requests == 0
     rig.num_read = 0

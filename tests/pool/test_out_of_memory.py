@@ -21,7 +21,7 @@ def test_an_allocation_that_fails_while_a_stage_loads_is_named_with_the_sum() ->
     with (
         pytest.raises(
             CapacityError,
-            match=r"^out of memory while it loads \d+ MiB of weights and makes room for "
+            match=r"^out of memory while loading \d+ MiB of weights and allocating "
             r"layers 0-8, 99 pages of 64 .* MiB are free: a smaller --memory-mb or ",
         ),
         naming_memory(config, plan_stage(config)),
@@ -60,6 +60,6 @@ def test_a_worker_whose_cache_finds_no_memory_ends_with_one_line() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith(
-        "decode: out of memory while it loads 4 MiB of weights and makes room for "
+        "decode: out of memory while loading 4 MiB of weights and allocating "
     )
     assert done.stderr.count("\n") == 1

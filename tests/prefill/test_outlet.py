@@ -122,7 +122,7 @@ async def test_more_reads_than_there_were_scores_are_refused(count: int) -> None
     event_sender, _ = event_sender_of()
     event_sender.scored(scores(0))
     with pytest.raises(
-        InvalidRequestError, match=f"scores_read.count: {count} are more than the 1 that are unread"
+        InvalidRequestError, match=f"scores_read.count: {count} exceeds the 1 unread events"
     ):
         event_sender.scores_read(read(count))
 

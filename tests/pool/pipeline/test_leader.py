@@ -299,7 +299,7 @@ async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_rea
         rig.leader.loop.post(rig.scheduler.give)
         async with asyncio.timeout(60):
             with pytest.raises(
-                UnavailableError, match="this worker cannot go on: the engine stopped: boom"
+                UnavailableError, match="this worker cannot continue: the engine stopped: boom"
             ):
                 await process_module._watch_engine(rig.leader)
         assert not rig.leader.serving
@@ -322,7 +322,8 @@ async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins(
         assert not rig.leader.serving
         async with asyncio.timeout(60):
             with pytest.raises(
-                UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"
+                UnavailableError,
+                match="cannot continue: the pool is unhealthy: page 3 has two owners",
             ):
                 await process_module._watch_engine(rig.leader)
         assert [type(error) for error in rig.handed_back] == [UnavailableError], (
@@ -339,7 +340,7 @@ async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> N
         try:
             async with asyncio.timeout(30):
                 with pytest.raises(
-                    UnavailableError, match="has been within one step for more than 1 s"
+                    UnavailableError, match="has been in one step for more than 1 s"
                 ):
                     await process_module._watch_engine(rig.leader)
             assert not rig.leader.serving

@@ -227,7 +227,7 @@ def test_a_state_is_needed_where_a_prompt_can_be_cut() -> None:
     tree = PrefixTree(ResumeRule(16, grid_tokens=64, has_states=True), ManualClock())
     with pytest.raises(InternalError, match="4 pages without a state"):
         tree.insert(names((1, 2, 3, 4)), [1, 2, 3, 4])
-    with pytest.raises(InternalError, match="3 pages, where no prompt is cut"):
+    with pytest.raises(InternalError, match="3 pages, where no prompt is split"):
         tree.insert(names((1, 2, 3)), [1, 2, 3], 1)
     with pytest.raises(InternalError, match="3 pages with a state"):
         PrefixTree(ResumeRule(16), ManualClock()).insert(names((1, 2, 3)), [1, 2, 3], 1)

@@ -115,7 +115,7 @@ def test_pages_that_no_memory_holds_are_refused_with_the_sum(qwen3: Path) -> Non
     with pytest.raises(
         ConfigError,
         match=r"--num-pages 423 make a cache of 2961 MiB on stage 0 \(layers 0-28\), and "
-        r"beside its weights this machine has 2959 MiB: fewer pages",
+        r"next to its weights this machine has 2959 MiB: fewer pages",
     ) as refused:
         size(qwen3, machine(4 * GIB), num_pages=423)
     assert refused.value.field == "num_pages"
@@ -123,7 +123,7 @@ def test_pages_that_no_memory_holds_are_refused_with_the_sum(qwen3: Path) -> Non
     with pytest.raises(
         ConfigError,
         match=r"--memory-mb 2961 make a cache of 2961 MiB on stage 0 \(layers 0-28\), and "
-        r"beside its weights this machine has 2959 MiB: less of it",
+        r"next to its weights this machine has 2959 MiB: less of it",
     ) as refused:
         size(qwen3, machine(4 * GIB), memory_mb=423 * 7)
     assert refused.value.field == "memory_mb"

@@ -208,7 +208,7 @@ def test_a_page_size_that_shares_little_of_a_hybrid_is_noticed(
     assert not plan_stage(
         config.model_copy(update={"prefix_cache": False}), keeps_states=True
     ).notices
-    told = [line for line in report(config) if line.startswith("as a prefill pool: prompts go on")]
+    told = [line for line in report(config) if line.startswith("as a prefill pool: prompts resume")]
     assert len(told) == (step > 0)
 
 
@@ -265,9 +265,9 @@ def test_what_windows_do_not_verify_is_refused(
         (
             {"world_size": 2, "partition": "3,1"},
             "partition",
-            "reads what layers 2 and 3 cache; the last stage has layers",
+            "reads the caches of layers 2 and 3; the last stage has layers",
         ),
-        ({"world_size": 2, "tp": 2}, "tp", "of which a rank has a part only"),
+        ({"world_size": 2, "tp": 2}, "tp", "of which a rank has only a part"),
     ],
 )
 def test_a_draft_without_a_cache_finds_the_targets_on_the_last_stage(
