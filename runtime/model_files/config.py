@@ -116,7 +116,7 @@ def context_of(fields: Mapping[str, Any]) -> tuple[int, str]:
         return stated, name
     if stretched > most(name):
         raise ConfigError(
-            f"config.json: {section} gives a context of {stretched} tokens, the most is {most(name)}",
+            f"config.json: {section} gives a context of {stretched} tokens, the limit is {most(name)}",
             field=section,
         )
     return stretched, section

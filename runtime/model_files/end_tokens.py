@@ -65,7 +65,7 @@ def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) ->
             what = (
                 "the tokenizer has no such token"
                 if token_id is None
-                else (f"that is token {token_id}, and the model has {vocab_size}")
+                else (f"it is token {token_id}, and the model has {vocab_size}")
             )
             notice = f"{file} states the eos_token {text!r}, at which no response ends: {what}"
         else:

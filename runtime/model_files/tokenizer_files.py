@@ -40,7 +40,9 @@ _SAYS_HOW = (
 # it.
 _TEKKEN = "tekken.json"
 _MAKE_S = 120.0
-_TOKENS_ONLY = "texts and chats are refused, prompts must be token ids (baton generate --ids 1,2,3)"
+_TOKENS_ONLY = (
+    "texts and chats are rejected, prompts must be token ids (baton generate --ids 1,2,3)"
+)
 
 
 def find_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> WeightFiles:
         ) from error
     if absent:
         raise ConfigError(
-            f"{folder} lacks files its index lists: {shortened(absent)}", field="model"
+            f"{folder} lacks files that its index lists: {shortened(absent)}", field="model"
         )
     return WeightFiles(files)
 

@@ -134,7 +134,7 @@ def _exit_code(name: str, error: BaseException) -> int:
             f"is used up"
         )
         return EXIT_FAILED
-    logger.critical("%s ends on a bug", name, exc_info=error)
+    logger.critical("%s failed because of a bug", name, exc_info=error)
     return EXIT_BUG
 
 

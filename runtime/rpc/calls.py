@@ -218,12 +218,12 @@ def failed(method: str, error: Exception) -> RpcFailure:
     fields = {"method": method, "code": failure.code.name}
     if isinstance(error, InvalidRequestError):
         logger.info(
-            "call refused for %s",
+            "call rejected for %s",
             ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]),
             extra=fields,
         )
     elif isinstance(error, BatonError) and not isinstance(error, InternalError):
-        logger.info("call refused or failed: %s", failure.message, extra=fields)
+        logger.info("call rejected or failed: %s", failure.message, extra=fields)
     else:
         logger.error("bug in a handler", exc_info=error, extra=fields)
     _let_go(error)

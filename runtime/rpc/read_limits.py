@@ -216,12 +216,12 @@ class CallLimiter:
         left, own = self._max_calls - self.num_calls, self._calls_of[client]
         if left <= 0:
             raise CapacityError(
-                f"{self._max_calls} {self._name} are under way, which is the limit",
+                f"{self._max_calls} {self._name} are open, which is the limit",
                 resource=self._name,
             )
         if client and own >= GREED * left:
             raise CapacityError(
-                f"{own} {self._name} of this client are under way, and {left} are left to others",
+                f"{own} {self._name} of this client are open, and {left} are left to others",
                 resource=self._name,
             )
         self.num_calls += 1
@@ -242,7 +242,7 @@ class CallLimiter:
         left, own = self._max_bytes - self.num_bytes - num_bytes, self._bytes_of[client]
         if self.num_bytes and left < 0:
             raise CapacityError(
-                f"the messages of the calls under way have {self.num_bytes} bytes and this one "
+                f"the messages of the open calls have {self.num_bytes} bytes and this one "
                 f"{num_bytes}; the limit is {self._max_bytes}",
                 resource="message bytes",
             )

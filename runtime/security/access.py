@@ -171,7 +171,7 @@ def check_role(method: str, roles: frozenset[PeerRole], *, pool: PeerRole | None
     }
     allowed = rules.get(access_to(method), ())
     if roles.isdisjoint(allowed):
-        may = " or ".join(allowed) or "nobody"
+        may = " or ".join(allowed) or "no caller"
         held = ", ".join(sorted(roles)) or "no role"
         raise PermissionDeniedError(
             f"{method} may be called by {may}; the caller's certificate names {held}"

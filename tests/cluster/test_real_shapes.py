@@ -57,7 +57,7 @@ def test_the_smallest_published_shape_is_served_as_it_is(tmp_path: Path) -> None
             lines.append(child.stdout.readline())
             assert lines[-1], lines
         said = "".join(lines)
-        assert "has no tokenizer.json: texts and chats are refused" in said
+        assert "has no tokenizer.json: texts and chats are rejected" in said
         assert "baton generate --ids 1,2,3 --max-tokens 8 --temperature 0" in said
         address = re.search(r"router: (\S+),", said)
         assert address is not None

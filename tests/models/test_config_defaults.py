@@ -212,6 +212,6 @@ def test_a_context_beyond_every_bound_names_what_made_it(tmp_path: Path) -> None
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        Exception, match="rope_scaling gives a context of 32768000000 tokens, the most is 16777216"
+        Exception, match="rope_scaling gives a context of 32768000000 tokens, the limit is 16777216"
     ):
         read_facts(config)

@@ -79,7 +79,7 @@ def test_what_nobody_has_thought_of_is_closed() -> None:
         "/",
     ):
         assert access_to(method) is Access.NOBODY
-        with pytest.raises(PermissionDeniedError, match="by nobody"):
+        with pytest.raises(PermissionDeniedError, match="by no caller"):
             check_role(method, frozenset(PeerRole), pool=PeerRole.DECODE)
     with pytest.raises(PermissionDeniedError):
         check_role("/baton.v1.Pipeline/Join", frozenset(PeerRole), pool=None)

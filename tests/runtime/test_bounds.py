@@ -98,7 +98,7 @@ async def test_calls_of_a_server_are_bounded_and_one_more_is_refused_with_its_li
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(pb.GenerateRequest(text="one more")).read()
         assert isinstance(refused(caught), errors.CapacityError)
-        assert "3 calls are under way, which is the limit" in str(refused(caught))
+        assert "3 calls are open, which is the limit" in str(refused(caught))
         running[0].cancel()
         await eventually(lambda: len(servicer.running) == 2, "a call that does not end")
         again = stub.Generate(pb.GenerateRequest(text="hang"))

@@ -99,7 +99,7 @@ def test_a_token_is_found_wherever_a_tokenizer_lists_it(
 @pytest.mark.parametrize(
     ("token", "why"),
     [
-        ("<image>", "that is token 50, and the model has 40"),
+        ("<image>", "it is token 50, and the model has 40"),
         ("<|none|>", "the tokenizer has no such token"),
     ],
 )

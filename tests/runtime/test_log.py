@@ -51,18 +51,18 @@ def test_a_flood_of_refused_calls_makes_a_bounded_log(monkeypatch: pytest.Monkey
     configure(level="info", style=LogStyle.JSON, role="router", stream=stream)
     refusals, others = logging.getLogger("runtime.rpc.calls"), logging.getLogger("others")
     for _ in range(1000):
-        refusals.info("call refused or failed: %s", "no token")
+        refusals.info("call rejected or failed: %s", "no token")
         others.info("request ended")
     clock.advance(1.0)
     for _ in range(1000):
-        refusals.info("call refused or failed: %s", "no token")
-    refusals.info("call refused for %s", "priority")
+        refusals.info("call rejected or failed: %s", "no token")
+    refusals.info("call rejected for %s", "priority")
     lines = list(map(json.loads, stream.getvalue().splitlines()))
-    told = [line for line in lines if line["message"] == "call refused or failed: no token"]
+    told = [line for line in lines if line["message"] == "call rejected or failed: no token"]
     assert len(told) == REFUSALS_AT_ONCE + REFUSALS_PER_S
     assert [line["omitted"] for line in told if "omitted" in line] == [1000 - REFUSALS_AT_ONCE]
     assert sum(line["message"] == "request ended" for line in lines) == 1000
-    assert lines[-1]["message"] == "call refused for priority"
+    assert lines[-1]["message"] == "call rejected for priority"
 
 
 def test_the_limit_of_lines_is_that_of_the_module_that_logs_refused_calls() -> None:

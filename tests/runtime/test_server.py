@@ -362,5 +362,5 @@ async def test_the_log_has_the_names_of_bad_fields_and_not_what_was_in_them(
         request.sampling.temperature = -1
         with pytest.raises(grpc.aio.AioRpcError, match="must be from 0 to 100, got -1"):
             await generation_pb2_grpc.GenerationStub(channel).Generate(request).read()
-    assert "call refused for sampling.temperature" in caplog.text
+    assert "call rejected for sampling.temperature" in caplog.text
     assert "got -1" not in caplog.text

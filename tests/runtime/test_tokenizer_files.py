@@ -152,7 +152,7 @@ def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
     cache = {"BATON_CACHE_DIR": str(tmp_path / "cache")}
     (tmp_path / "none").mkdir()
     assert make_tokenizer(tmp_path / "none", cache) == (
-        f"{tmp_path / 'none'} has no tokenizer.json: texts and chats are refused, prompts must be token ids "
+        f"{tmp_path / 'none'} has no tokenizer.json: texts and chats are rejected, prompts must be token ids "
         f"(baton generate --ids 1,2,3)"
     )
     broken = vocabulary(tmp_path / "broken")

@@ -126,7 +126,7 @@ class LayerGate:
         while self._launched and now >= self._launched[0].until_s:
             layer = self._launched[0].layer
             errors[layer.request_key] = HandoffError(
-                f"layer {layer.layer_id} was not done {self._timeout_s} s after it was given to the device "
+                f"layer {layer.layer_id} was not done {self._timeout_s} s after its launch on the device "
                 f"(tokens up to {layer.num_tokens})"
             )
             self.forget(layer.request_key)

@@ -154,7 +154,7 @@ class UcxStageChannel:
                 f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}"
             )
         if self._seals is None:
-            raise PeerLostError(f"stage {rank} is not there: the pool has not formed yet")
+            raise PeerLostError(f"stage {rank} is not connected: the pool has not formed yet")
         with self._pending.using:
             self._check(rank)
             deadline_s = time.monotonic() + timeout_s
@@ -323,7 +323,7 @@ class UcxStageChannel:
         overdue = self._pending.overdue()
         if overdue is not None:
             text = (
-                f"stage {overdue.rank} did not take a frame of {len(overdue.frame)} bytes within "
+                f"stage {overdue.rank} did not accept a frame of {len(overdue.frame)} bytes within "
                 f"{overdue.timeout_s:g} s"
             )
             self._lose(overdue.rank, text)
@@ -343,7 +343,7 @@ class UcxStageChannel:
             return
         inbox = self._inboxes[rank]
         if frame.length > self._max_frame_bytes or len(inbox) >= MAX_QUEUED_FRAMES:
-            what = f"a frame of {frame.length} bytes behind {len(inbox)} others"
+            what = f"a frame of {frame.length} bytes after {len(inbox)} others"
             self._refusals.add(RefusalReason.OVERSIZED, f"{what} from stage {rank}")
             self._discard([frame])
             self._lose(

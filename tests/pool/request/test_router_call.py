@@ -193,8 +193,8 @@ async def test_each_request_has_its_own_trace_ids_and_log_lines(
         with pytest.raises(HandoffError):
             await stream.ended()
     assert sorted(seen) == [
-        ("call refused or failed: of a", "a"),
-        ("call refused or failed: of b", "b"),
+        ("call rejected or failed: of a", "a"),
+        ("call rejected or failed: of b", "b"),
     ]
     await call.drop()
 

@@ -18,7 +18,7 @@ class Ids(logging.Handler):
         self.of_refusals: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("call refused"):
+        if record.getMessage().startswith("call rejected"):
             self.of_refusals.append(bound_ids().get("request_id", ""))
 
 

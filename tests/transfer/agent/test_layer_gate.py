@@ -76,7 +76,7 @@ def test_an_event_that_never_passes_fails_its_request_and_no_other() -> None:
     gate.clock.advance(2.0)
     errors = gate.overdue()
     assert errors.keys() == {1}
-    assert "layer 3 was not done 5.0 s after it was given to the device" in str(errors[1])
+    assert "layer 3 was not done 5.0 s after its launch on the device" in str(errors[1])
     assert gate.overdue() == {}
     later.passed = True
     assert gate.passed() == [DoneLayer(2, 3, 8)]
