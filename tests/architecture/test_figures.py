@@ -340,7 +340,7 @@ STATED = [
     ),
     Stated(
         "docs/load.md",
-        "how many are sent: {}, or all of the trace",
+        "number of requests: {}, or all of the trace",
         ("baton/load_command.py:DEFAULT_COUNT",),
     ),
     Stated(
@@ -355,7 +355,7 @@ STATED = [
     ),
     Stated(
         "docs/speculation.md",
-        "| tokens drafted ahead at most | {} |",
+        "| maximum depth of a draft | {} |",
         ("pool/stage/config.py:WorkerConfig.spec_steps",),
     ),
     Stated(
