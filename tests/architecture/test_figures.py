@@ -324,7 +324,7 @@ STATED = [
     Stated(PREFIX, "placed itself ({} blocks)", ("router/api/kv_events.py:MAX_BLOCKS",)),
     Stated(
         "docs/openai.md",
-        "what has more than {} bytes",
+        "strings of more than {} bytes",
         ("router/request/validate.py:MAX_STOP_STRING_BYTES",),
     ),
     Stated(
@@ -334,7 +334,7 @@ STATED = [
     ),
     Stated(
         "docs/openai.md",
-        "and {} MiB per request",
+        "sets the limit of a body: {} MiB",
         ("baton/gateway.py:GatewayConfig.max_body_bytes",),
         MIB,
     ),
