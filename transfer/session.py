@@ -7,8 +7,10 @@
 The sessions are pure; time comes from the clock.
 
 Whether the memory may be released is a separate question, `drained`: every stage has reported
-DRAINED for the current epoch. (A stage starts an epoch only after it has drained the previous one,
-so the current epoch covers all of them.) The two sides never wait for each other. Each one follows
+DRAINED for the current epoch. A stage starts an epoch only after it has drained the previous one,
+so the current epoch covers all of them.
+
+The two sides never wait for each other. Each one follows
 only the reports of its own stages, its deadlines and the end of its stream.
 """
 
@@ -113,9 +115,9 @@ SEND_TRANSITIONS: Table[SendState] = {
 class SessionDeadlines:
     """Limits in seconds of the states of a session.
 
-    In order: opening on every stage, moving the bytes, waiting for the commit, and after a failure
-    waiting for the report that the source is lost, then for another source. None of them begins
-    while the request is still queued.
+    In order: opening on every stage, moving the bytes, waiting for the commit. After a failure:
+    waiting for the report that the source is lost, then for another source. No limit starts while
+    the request is still queued.
     """
 
     open_s: float = 10.0
@@ -171,9 +173,7 @@ class _Session(Generic[State]):
 
     @property
     def drained(self) -> bool:
-        """Return whether no stage can access the session's memory, so that leases may end or pass
-        on.
-        """
+        """Return whether no stage can access the memory any more, so that leases may end."""
         return self._count(StageSessionState.DRAINED) == self._num_stages
 
     @property
@@ -322,9 +322,7 @@ class ReceiveSession(_Session[ReceiveState]):
         self._is_source_lost = False
 
     def source_lost(self) -> None:
-        """Record that the source is lost and will be replaced, which explains a failure of the
-        session.
-        """
+        """Record that the source is lost and will be replaced, the likely cause of a failure."""
         self._is_source_lost = True
         if self.state is ReceiveState.FAILED:
             self._entered_at_s = self._clock.now()

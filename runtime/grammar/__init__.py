@@ -20,10 +20,14 @@ a file descriptor to kill it by (`children`). A grammar that crashes the library
 never ends affects no other process. The masks of different grammars are computed in parallel, on
 other cores than the engine's thread.
 
-Four checks run in this order: the size and shape of the text (`language`), earlier rejections
-(`checking`), compilation with a short time limit and a long queue, and compilation with a longer
-time limit and a short queue. So a grammar that compiles slowly never delays those that compile
-fast.
+Four checks run in this order:
+
+ 1. the size and shape of the text (`language`);
+ 2. cached rejections (`checking`);
+ 3. compilation with a short time limit and a long queue;
+ 4. compilation with a longer time limit and a short queue.
+
+So a grammar that compiles slowly never delays those that compile fast.
 """
 
 from runtime.grammar.checking import Grammars, load_grammars

@@ -219,8 +219,7 @@ class Grammars:
 def load_grammars(
     model_dir: Path, eos_token_ids: Sequence[int], *, computes_masks: bool = True
 ) -> Grammars | None:
-    """Return the grammars of the model's vocabulary, or None if structured output cannot be
-    offered.
+    """Return the grammars of the model's vocabulary, or None without structured output.
 
     It needs a tokenizer, and end-of-sequence tokens in its vocabulary with which a text can end.
     """

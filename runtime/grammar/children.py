@@ -18,7 +18,7 @@ FORK_S = 5.0
 
 
 class GrammarForkServer:
-    """Starts processes for grammars. Thread-safe."""
+    """Launcher of grammar processes. Thread-safe."""
 
     def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int]) -> None:
         self._arguments = [str(tokenizer_json.resolve()), *map(str, end_token_ids)]

@@ -1,3 +1,1 @@
-"""Readers of a checkpoint's small files, shared by routers and workers, which do not import each
-other.
-"""
+"""Readers of a checkpoint's small files, shared by routers and workers."""

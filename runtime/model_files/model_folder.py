@@ -1,4 +1,4 @@
-"""Check whether a folder is a readable checkpoint.
+"""Validation of checkpoint folders.
 
 Errors name what the folder contains instead, and the next step. The check reads names and the first
 bytes of small files; it loads no weights.

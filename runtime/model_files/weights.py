@@ -69,8 +69,7 @@ def shortened(names: list[str]) -> str:
 
 
 def loaded_bytes(folder: Path) -> int:
-    """Return the approximate memory of the weights in `folder` once they are loaded and
-    dequantized.
+    """Return the approximate memory of the weights in `folder` after loading and dequantizing.
 
     A folder with an invalid index counts all of its files; loading reports the problem.
     """

@@ -94,9 +94,7 @@ def shown(value: object, limit: int = MAX_VALUE_CHARACTERS) -> str:
 
 
 class _Context(logging.Filter):
-    """Filter that adds role and ids to records when they are created, so that formatters need no
-    context.
-    """
+    """Filter that adds role and ids to new records, so that formatters need no context."""
 
     def __init__(self, role: str) -> None:
         super().__init__()

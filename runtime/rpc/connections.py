@@ -70,7 +70,7 @@ class ConnectionLimits:
     def within(cls, max_connections: int, file_limit: int) -> Self:
         """Return the limits for the requested number of connections.
 
-        They leave `RESERVED_FILES` descriptors free, but connections get at least a quarter of all.
+        They leave `RESERVED_FILES` descriptors free, but connections get at least a quarter.
         """
         available = max(file_limit - RESERVED_FILES, file_limit // 4)
         accepted = min(_accepted(max_connections), available)

@@ -68,9 +68,9 @@ _ABORT_S, _SETTLE_S = 1.0, 0.1
 class CallLimits:
     """Limits of a server's calls.
 
-    `max_message_bytes` bounds one request, `max_held_bytes` the requests of all open calls,
-    `max_calls` the number of open calls, and `write_s` the time in which a client takes one
-    response.
+    `max_message_bytes` limits one request, `max_held_bytes` the requests of all open calls.
+    `max_calls` limits the number of open calls. `write_s` is the time in which a client must take
+    one response.
     """
 
     max_message_bytes: int

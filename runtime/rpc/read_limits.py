@@ -268,11 +268,10 @@ def _give_back(counts: Counter[str], client: str, count: int) -> None:
 
 
 class WriteTimeout:
-    """Context that raises TimeoutError if one write in its block takes `limit_s`, or up to 1/8
-    longer.
+    """Context that raises TimeoutError if one write in its block takes too long.
 
-    It uses one timer per call rather than one per response, because there is one response per
-    token.
+    The limit is `limit_s`, at most an eighth longer. It uses one timer per call rather than one per
+    response, because there is one response per token.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -323,8 +322,8 @@ class MessageBounds:
 def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callable[[bytes], T]:
     """Wrap `parse`, the `FromString` of a message type, with limits.
 
-    The result raises InvalidRequestError for a message that is too long or has too many parts or
-    numbers, before it is parsed, and for a message that cannot be parsed.
+    The result raises InvalidRequestError for a message that cannot be parsed. It also raises it,
+    before parsing, for a message that is too long or has too many parts or numbers.
 
     Messages compressed with gzip are inflated here and not by gRPC, whose only limit is the size of
     the largest message. They carry no flag, but a protobuf message never begins with the first byte

@@ -116,8 +116,9 @@ class ServerOptions:
 
 
 class Health:
-    """Health service (grpc.health.v1) with Watch. "" is the process; full service names are
-    readiness.
+    """Health service (grpc.health.v1) with Watch.
+
+    The name "" is the health of the process; full service names are their readiness.
     """
 
     def __init__(self, services: tuple[str, ...]) -> None:

@@ -98,9 +98,7 @@ class CertificateStore:
         )
 
     def _make(self, contents: Contents) -> Certificates:
-        """Return the certificates after a check by OpenSSL: gRPC does not report why a file is
-        invalid.
-        """
+        """Check the files with OpenSSL, because gRPC does not report why a file is invalid."""
         for setting in ("tls_ca", "tls_cert"):
             if setting in contents:
                 _check_certificates(setting, contents[setting])

@@ -77,7 +77,7 @@ class AgentStats:
 
 
 class TransferAgent:
-    """Sends and receives items for one stage.
+    """Sender and receiver of items for one stage.
 
     `incarnation` identifies this stage in a `SourceTerms` or `DestinationTerms`. Terms for another
     process, such as an earlier incarnation of this one, are rejected with a FAILED report.
@@ -139,9 +139,7 @@ class TransferAgent:
 
     @property
     def failure(self) -> BaseException | None:
-        """Return the error that ended the agent's thread, after which the stage cannot serve, or
-        None.
-        """
+        """Return the error that ended the agent's thread and thus the stage, or None."""
         return self._failure
 
     def stats(self) -> AgentStats:

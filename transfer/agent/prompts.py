@@ -71,7 +71,7 @@ class _Launched:
 
 
 class LayerGate:
-    """Holds layers until their events have passed. Belongs to one thread.
+    """Queue of layers that wait for their device events. Belongs to one thread.
 
     The chunks of a layer pass in the order of their launch, whatever the order of their events: a
     count of n tokens always means all of the first n. At most `limit` layers wait, each for at most
@@ -178,9 +178,7 @@ class Prompts:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of layers that were launched on the device and are not known to be
-        done.
-        """
+        """Return the number of layers that were launched on the device and may not be done."""
         return self._gate.num_waiting
 
     def expect(self, request_key: int, num_tokens: int | None) -> Prompt:

@@ -145,8 +145,7 @@ class Sender(StageTransfer):
             self.complete()
 
     def release(self, layer_tokens: Mapping[int, int]) -> None:
-        """Queue the items that are ready after `layer_tokens[layer_id]` tokens have passed these
-        layers.
+        """Queue the items that are ready after `layer_tokens[layer_id]` tokens of these layers.
 
         Does nothing if the sender never started (a stale epoch) or has stopped.
         """

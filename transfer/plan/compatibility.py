@@ -32,8 +32,8 @@ def compatibility(
     `revision` is the digest of the model; `config` and `tensors` are its two parts, to be shown.
     `specs` covers the whole model; caches that are not handed over are not compared. `weights` is
     how they are stored (`--weights`). `arithmetic` names the kernels and the instruction set on
-    which bits depend, if bits are guaranteed. `max_context` is the limit that an operator set:
-    every pool of a role must be able to continue a request that one pool of a pair accepted.
+    which bits depend, if bits are guaranteed. `max_context` is the limit that an operator set: if
+    one pool accepts a request, every compatible pool must be able to continue it.
     """
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]

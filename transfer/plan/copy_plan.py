@@ -203,9 +203,7 @@ class CopyPlan:
         return Lane(source_stage, dest_stage, self._destination.tag_base, offset, items)
 
     def _lane_parts(self, source_stage: int, dest_stage: int) -> list[_LanePart]:
-        """Return the source's records in the lane, each with the stretches to send (None: all of
-        it).
-        """
+        """Return the source's records in the lane, with the stretches to send (None: all)."""
         source, dest = self._source.stages[source_stage], self._destination.stages[dest_stage]
         layers = source.layers.intersect(dest.layers)
         parts = (

@@ -1,5 +1,6 @@
-"""Transport for pools in device memory, on top of one for host memory: messages pass pinned
-buffers.
+"""Transport for pools in device memory, on top of one for host memory.
+
+Messages pass through pinned buffers:
 
     sending     a buffer is free ─▶ records copied there ─▶ sent ─▶ DONE: digested there ─▶ buffer free
     receiving   message is there and a buffer free ─▶ received ─▶ copied to the records ─▶ DONE: digested ─▶ free
@@ -286,9 +287,7 @@ class DeviceTransport:
         self._sending[self._inner.send(operation.peer, operation.tag, buffer)] = crossing
 
     def _settled(self, copies: deque[_Crossing]) -> list[_Crossing]:
-        """Remove and return the crossings whose copies are over; copies end in the order of their
-        start.
-        """
+        """Remove and return the crossings whose copies are over; copies end in start order."""
         settled = []
         while copies and copies[0].lent.is_settled():
             settled.append(copies.popleft())

@@ -123,9 +123,7 @@ class FrameSeals:
         return direction.tag
 
     def open(self, rank: int, frame: memoryview) -> RefusalReason | None:
-        """Return the reason to reject a frame under this member's tag, or None if it is the next
-        one.
-        """
+        """Return the reason to reject a frame of this member, or None if it is the next one."""
         if len(frame) < HEAD_BYTES:
             return RefusalReason.DAMAGED
         (number,) = _NUMBER.unpack_from(frame, SEAL_BYTES)

@@ -28,7 +28,7 @@ class RefusalReason(StrEnum):
 
 
 class Refusals:
-    """Counts rejected messages of one channel.
+    """Counters of rejected messages of one channel.
 
     Belongs to the channel's thread, except for `counts`.
     """

@@ -67,9 +67,7 @@ class UcxWorker(Protocol):
     def init_blocking_progress_mode(self) -> None: ...
 
     def arm(self) -> bool:
-        """Return True if the descriptor will become readable when there is work, False if there is
-        work.
-        """
+        """Return False if there is work now; otherwise the descriptor becomes readable with work."""
         ...
 
     def progress(self) -> None: ...

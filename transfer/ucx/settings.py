@@ -4,7 +4,7 @@ Common to all profiles: endpoint error handling is always on, because without it
 dead peer never end. A keepalive of one second makes shared memory detect a killed process within
 about one second (the default is twenty). It does not detect a stopped process, whose connection
 must be cut. UCX's ports have no authentication, and over TCP a peer names the address to which it
-writes, so only the pools may be able to reach them.
+writes. So the network must make these ports reachable only from the pools.
 """
 
 import logging

@@ -13,7 +13,7 @@ HELD_UP_S = 30e-6  # a larger gap between two checks means that another thread h
 # Share of a core, and CPU time at once, of other processes. More means that they need the core; a
 # kernel or a host uses less.
 OTHERS_SHARE, OTHERS_S = 0.1, 1e-3
-SHARED_FOR_S = 0.1  # sleep this long on a shared core: a sleeper is woken sooner there
+SHARED_FOR_S = 0.1  # time without spinning once a core is shared: a sleeper is woken sooner
 
 
 class SpinThenSleep:

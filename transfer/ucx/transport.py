@@ -214,9 +214,7 @@ class UcxTransport:
         return ended
 
     def _cut_off_silent_peers(self) -> None:
-        """Close the connections of silent peers, so that their messages end and requests move
-        elsewhere.
-        """
+        """Close the connections of silent peers, so that their requests move elsewhere."""
         moved, self._moved = self._moved, set()
         for peer in self._silent.over_limit(
             {operation.peer for operation, _ in self._active if operation.peer.alive}, moved
