@@ -24,7 +24,9 @@ from runtime.pace import MIN_TOKENS
 
 addresses = st.integers(0, 9).map(lambda i: f"10.0.0.{i}:7000")
 candidates = st.lists(
-    st.builds(Candidate, addresses, st.floats(0, 1e6)), unique_by=lambda c: c.address, max_size=10
+    st.builds(Candidate, addresses, st.floats(0, 1e6), st.floats(0, 1e3), st.floats(0, 1e6)),
+    unique_by=lambda c: c.address,
+    max_size=10,
 )
 prompts = st.lists(st.integers(0, 2**31), max_size=300)
 
