@@ -52,10 +52,7 @@ from transfer.plan import codec
 from transfer.transport.forming import Forming
 
 # Seconds between two tries; the longer pauses are for a leader that refuses.
-REJOIN_MIN_S, REJOIN_MAX_S = (
-    0.1,
-    2.0,
-)
+REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0
 # Seconds between two checks for the leader; a reachable leader delays nothing longer.
 RECONNECT_S = 0.25
 ANSWER_S = 4.0  # seconds for a reachable leader to respond

@@ -113,10 +113,7 @@ class PrefixCache:
     # Journal of the tree, shared by the data ranks.
     journal: PointJournal = field(default_factory=PointJournal)
     # Pages and snapshots already counted in the metrics, which the data ranks share.
-    _shown_size: tuple[int, int] = (
-        0,
-        0,
-    )
+    _shown_size: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.rule is not None:

@@ -48,10 +48,7 @@ MAX_UNREAD = 32  # messages of one request: a few inputs, and one read per score
 SPARE_OPEN = 1024
 MAX_INPUTS = 1024  # per message
 # Per message: a router handles one of this size without a pause, and accepts it with all logprobs.
-MAX_EVENTS, MAX_TOKENS = (
-    256,
-    16384,
-)
+MAX_EVENTS, MAX_TOKENS = 256, 16384
 END_S = 5.0  # seconds for its requests to end after the call has ended
 # Seconds after a deadline; waits within the request time out first and name their reason.
 LATE_S = 0.25

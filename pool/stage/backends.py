@@ -27,9 +27,7 @@ def choose_backends(
     check_device(device)
     check_offered(device, numerics, description)
     # Needs Triton, which a host without a device may lack.
-    from engine.assembly.cuda import (
-        DeviceBackends,
-    )
+    from engine.assembly.cuda import DeviceBackends
 
     return DeviceBackends.on(torch.device(device.type, device.index or 0))
 
