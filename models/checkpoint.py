@@ -114,7 +114,7 @@ class TensorEntry:
         """
         if self.dtype not in _PLAIN:
             raise ConfigError(
-                f"{self.file.name} holds {self.dtype} weights that its config says nothing about; "
+                f"{self.file.name} holds {self.dtype} weights that its config does not describe; "
                 f"without a quantization_config only BF16, F16 and F32 are supported",
                 field="model",
             )

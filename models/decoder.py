@@ -281,7 +281,9 @@ class DecoderStage:
             return embed(token_ids)
         part = self._own_vocabulary
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < part.total:
-            raise IndexError(f"index out of range: a token of {part.total} in the vocabulary")
+            raise IndexError(
+                f"index out of range: a token id is not within vocab_size {part.total}"
+            )
         rows = self._ranks.gather(embed((token_ids - part.start).clamp(0, len(part) - 1)))
         return rows[
             owners_of(token_ids, self._vocabularies) * len(token_ids) + torch.arange(len(token_ids))

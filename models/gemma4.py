@@ -43,7 +43,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     for field in ("enable_moe_block", "use_double_wide_mlp", "attention_bias"):
         raw.require(field, only=False, default=False)
     if raw.text("use_bidirectional_attention", "vision") != "vision":
-        raise raw.fail("use_bidirectional_attention", "is not supported over text")
+        raise raw.fail("use_bidirectional_attention", "is not supported for text")
     mixers = read_mixers(raw)
     feed_forward = read_mlp(raw, activation=Activation.GELU, field="hidden_activation")
     kinds = read_layer_kinds(raw, usual=WINDOW, interval_field="sliding_window_pattern", interval=6)

@@ -92,6 +92,6 @@ def _layer_types(section: RawConfig, num_layers: int) -> list[str]:
     if sorted([*full, *recurrent]) != list(range(1, num_layers + 1)):
         raise section.fail(
             "kda_layers",
-            f"and full_attn_layers must name each of {num_layers} layers, from 1 on, once",
+            f"and full_attn_layers must name each of {num_layers} layers once, counted from 1",
         )
     return [FULL_ATTENTION if layer in full else _LINEAR for layer in range(1, num_layers + 1)]

@@ -277,8 +277,8 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     )
     if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
         raise ConfigError(
-            f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
-            f"only those in bfloat16 and float32",
+            f"weights int8: there are no products in eight bits for models in {description.facts.dtype}, "
+            f"only for those in bfloat16 and float32",
             field="weights",
         )
     return replace(description, in_bytes=in_bytes)
@@ -330,7 +330,8 @@ def notices_of(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str,
         ""
         if has_dtype(text_config(raw))
         else (
-            f"{path / 'config.json'} states no dtype: the model runs in that of its weights, {checkpoint.usual_dtype()}"
+            f"{path / 'config.json'} states no dtype: the model runs in the dtype of its weights, "
+            f"{checkpoint.usual_dtype()}"
         )
     )
     return tuple(notice for notice in (weight_files(path).notice, own) if notice)

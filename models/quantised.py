@@ -178,7 +178,7 @@ class QuantisedEntry:
         if len(self.codes.shape) < 2 or (
             self.form.packing is not None and len(self.codes.shape) > 2
         ):
-            yield f"codes of shape {list(self.codes.shape)} are no matrix"
+            yield f"codes of shape {list(self.codes.shape)} are not a matrix"
             return
         if self.scales.dtype not in _SCALES:
             yield f"scales are {self.scales.dtype}, not one of {', '.join(_SCALES)}"
@@ -191,7 +191,7 @@ class QuantisedEntry:
             if part is not None and _extents(part.shape) != _extents((*stack, *expected)):
                 yield (
                     f"{what} of shape {list(part.shape)} for a weight of {list(self.shape)} in blocks of "
-                    f"{self._block[0]} x {self._block[1]}, which takes {[*stack, *expected]}"
+                    f"{self._block[0]} x {self._block[1]}, expected {[*stack, *expected]}"
                 )
         if self.zeros is None and self.form.zero is None:
             yield "its zero points are missing"

@@ -102,7 +102,7 @@ def _read_fp8(raw: RawConfig) -> QuantisedFormat:
     """
     if (form := raw.text("fmt", "e4m3").lower()) not in ("e4m3", "float8_e4m3fn"):
         raise raw.fail(
-            "fmt", f"{form!r} is not supported, only 'e4m3' and 'float8_e4m3fn', which are one"
+            "fmt", f"{form!r} is not supported, only 'e4m3' and 'float8_e4m3fn', which are the same"
         )
     raw.require("expert_dtype", only="fp8", default="fp8")
     if "weight_block_size" not in raw:

@@ -96,7 +96,7 @@ def check_copies(counted: Mapping[str, str], copies: Mapping[str, str], *, stage
     for name, digest in sorted(copies.items()):
         if name in counted and counted[name] != digest:
             raise IncompatiblePeerError(
-                f"stage {stage} has read another {name} than stage 0: digest {digest} there, "
+                f"stage {stage} has read a different {name} than stage 0: digest {digest} there, "
                 f"{counted[name]} here"
             )
 

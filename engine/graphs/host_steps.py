@@ -281,9 +281,7 @@ def refill(kept: object, new: object) -> None:
     """
     if isinstance(kept, Tensor):
         if not isinstance(new, Tensor) or not _are_alike(kept, new):
-            raise OtherShapeError(
-                f"it was recorded with {_described(kept)}, and is given {_described(new)}"
-            )
+            raise OtherShapeError(f"recorded with {_described(kept)}, got {_described(new)}")
         (kept if kept.shape == new.shape else kept[:, : new.shape[1]]).copy_(new)
     elif type(kept) is type(new) and is_dataclass(kept):
         for name in kept.__dataclass_fields__:
@@ -292,9 +290,7 @@ def refill(kept: object, new: object) -> None:
         for name, value in kept.items():
             refill(value, new[name])
     elif kept != new:
-        raise OtherShapeError(
-            f"it was recorded with {_described(kept)}, and is given {_described(new)}"
-        )
+        raise OtherShapeError(f"recorded with {_described(kept)}, got {_described(new)}")
 
 
 def _are_alike(kept: Tensor, new: Tensor) -> bool:

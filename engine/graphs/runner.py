@@ -108,7 +108,7 @@ class CapturedForward:
             )
         plan = self.attention.check_current(planned)
         if plan is self.batch.forward_metadata_plan:
-            raise StalePlanError("a plan serves one replay, this one has been used")
+            raise StalePlanError("a plan serves one replay, and this one was used")
         self.batch.mark_forward_metadata_ready(self.attention, plan=plan)
         self.graph.replay()
 

@@ -24,7 +24,7 @@ STEPS_THREAD = "engine steps"
 
 
 class AheadStage:
-    """A `Pipeline` that computes on a thread of its own.
+    """A `Pipeline` that computes on its own thread.
 
     The engine thread owns it; only `wake` may be called by others. `close` ends the thread.
     """

@@ -1,4 +1,4 @@
-"""Types for the process groups of torch.distributed, where its stubs have none.
+"""Types for the process groups of torch.distributed that its stubs lack.
 
 Each object is made by its own constructor, because `torch.distributed.init_process_group` would
 create one for the whole process.

@@ -143,7 +143,7 @@ def read(data: memoryview) -> Frame:
         run = _aligned(end) if is_within else end
         if len(data) != run + (run_bytes(specs) if is_within else 0):
             raise ValueError(
-                f"a record of {record_bytes} bytes and {count} tensors are not as long"
+                f"a record of {record_bytes} bytes and {count} tensors have another length"
             )
         return Frame(
             PacketKind(kind), sequence, TensorRoute(route), specs, data[start:end], data[run:]

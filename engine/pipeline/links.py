@@ -5,7 +5,7 @@ breaks only the links to it, and other users of torch.distributed in this proces
 A message is received only after its frame has given its length, so a device never waits for a
 neighbour that sends nothing.
 
-Opening a link needs both ends and cannot be cancelled. It runs in a thread of its own, and each
+Opening a link needs both ends and cannot be cancelled. It runs in its own thread, and each
 wait for that thread has a deadline.
 """
 

@@ -22,7 +22,7 @@ _SLEEP_S = 50e-6
 _ENVIRONMENT = {
     # NCCL's watchdog would end the process, but a stage must survive a lost neighbour.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor of the watchdog would, too
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the watchdog's monitor
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # the device waits, not the host
 }
 """Environment of NCCL process groups, read when one is made. There is no other way to set it."""

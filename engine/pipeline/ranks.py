@@ -452,7 +452,7 @@ class StageRanks:
             if left_s <= 0:
                 raise PeerLostError(
                     f"rank {self.own.rank} of stage {self._stage} has waited {self._wait_s:g} s "
-                    f"for {self._name(rank)}: {self._where} did not come"
+                    f"for {self._name(rank)}: {self._where} did not arrive"
                 )
 
     @property

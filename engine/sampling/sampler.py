@@ -288,9 +288,7 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
 
 
 def _fault(largest_logit: float) -> DrawnToken:
-    problem = (
-        f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
-    )
+    problem = f"the largest logit of a row is {largest_logit}: the forward failed or every token is banned"
     return DrawnToken(0, problem=problem, cause=ProblemCause.DEFECT)
 
 

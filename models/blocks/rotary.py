@@ -96,7 +96,7 @@ def _read_rope(
         if kind != "default":
             raise raw.fail(
                 "partial_rotary_factor",
-                f"{share} is not supported: heads of this family turn whole",
+                f"{share} is not supported: this family rotates whole heads",
             )
         share = 1.0
     dim = int(head_dim * share)

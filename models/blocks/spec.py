@@ -73,7 +73,9 @@ class StagePass:
             InternalError: there is none.
         """
         if self.context.cached_attention is None:
-            raise InternalError("the layers were built without a cache of others to read")
+            raise InternalError(
+                "the layers were built without attention over caches of other layers"
+            )
         return self.context.cached_attention
 
     def latent_attention(self) -> LatentAttentionBackend:

@@ -209,7 +209,7 @@ class Weights:
         if terms.is_whole:
             return self.linear(name, rows=(rows,), in_features=terms.total, bias=bias)
         if self.ranks is None:
-            raise InternalError(f"{self._prefix}{name} is summed over ranks, and there are none")
+            raise InternalError(f"{self._prefix}{name} is summed over ranks, but there are none")
         weight = self._passing(rows, len(terms), self._dtype)
         self._part_source.read_rows(
             f"{self._prefix}{name}.weight", weight, [Part.whole(rows)], terms
@@ -265,7 +265,7 @@ class Weights:
     def _part_source(self) -> PartSource:
         if self._parts is None:
             raise InternalError(
-                f"parts of {self._prefix}* are requested of a source of whole tensors"
+                f"parts of {self._prefix}* were requested from a source of whole tensors"
             )
         return self._parts
 

@@ -225,7 +225,8 @@ def _over_target(raw: RawConfig, mixer: object, target: ModelDescription) -> Rea
                 )
             return ReadingSpec(mixer, layer_id)
     raise raw.fail(
-        "sliding_window", f"and layer_types want layers that {target.facts.architecture} has not"
+        "sliding_window",
+        f"and layer_types need layers that {target.facts.architecture} does not have",
     )
 
 

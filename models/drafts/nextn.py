@@ -112,7 +112,5 @@ def own_name(raw: RawConfig, key: str) -> str | None:
 
 def _layer_spec(target: ModelDescription) -> LayerSpec:
     if target.spec.draft_layer is None:
-        raise ConfigError(
-            f"a NextN draft is no draft of {target.facts.architecture}", field="draft"
-        )
+        raise ConfigError(f"a NextN draft does not fit {target.facts.architecture}", field="draft")
     return target.spec.draft_layer

@@ -58,5 +58,5 @@ def _layer_spec(target: ModelDescription) -> LayerSpec:
         if isinstance(layer.mixer.attention_geometry(1), AttentionGeometry):
             return layer
     raise ConfigError(
-        "the target has no full-attention layer that its MTP layer could be like", field="draft"
+        "the target has no full-attention layer, whose form its MTP layer needs", field="draft"
     )

@@ -177,7 +177,7 @@ def test_s3_8_a_rank_that_waits_names_the_one_that_does_not_come(
     assert answer.failed is not None
     assert isinstance(answer.failed.error, PeerLostError | UnavailableError)
     assert re.search(
-        r"rank 0 of stage 0 has waited 0\.2 s for rank 1 of stage 0: part 2 of batch \d+ did not come",
+        r"rank 0 of stage 0 has waited 0\.2 s for rank 1 of stage 0: part 2 of batch \d+ did not arrive",
         str(answer.failed.error),
     )
 

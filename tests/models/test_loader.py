@@ -324,7 +324,7 @@ def test_a_config_without_a_dtype_runs_in_that_of_its_weights(
         == str(dtype).removeprefix("torch.")
     )
     assert model.notices == (
-        f"{path / 'config.json'} states no dtype: the model runs in that of its weights, "
+        f"{path / 'config.json'} states no dtype: the model runs in the dtype of its weights, "
         f"{model.facts.dtype}",
     )
 

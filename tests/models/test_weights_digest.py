@@ -137,7 +137,7 @@ def test_a_tensor_that_is_read_twice_counts_once() -> None:
 
 def test_a_copy_with_other_bytes_is_named() -> None:
     check_copies({"a": "1"}, {"a": "1", "b": "2"}, stage=1)
-    with pytest.raises(IncompatiblePeerError, match="stage 1 has read another a than stage 0"):
+    with pytest.raises(IncompatiblePeerError, match="stage 1 has read a different a than stage 0"):
         check_copies({"a": "1"}, {"a": "3"}, stage=1)
 
 

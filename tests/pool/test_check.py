@@ -115,7 +115,7 @@ def test_eight_bits_a_weight(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights int8 are for device cpu, not cuda"):
         lines_of(model, memory_mb=64, weights="int8", device="cuda")
     with pytest.raises(
-        ConfigError, match="models that run in float16 have no products in eight bits"
+        ConfigError, match="there are no products in eight bits for models in float16"
     ):
         lines_of(
             make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights="int8"
@@ -138,7 +138,7 @@ def test_where_answers_end_and_how_they_are_drawn(llama: Path) -> None:
         "end tokens: 2 3 (config.json)",
         "the model's own sampling: temperature 0.6, top_k 20",
         "generation_config.json states typical_p, which Baton does not apply",
-        f"{llama / 'config.json'} states no dtype: the model runs in that of its weights, float32",
+        f"{llama / 'config.json'} states no dtype: the model runs in the dtype of its weights, float32",
     ]
     (llama / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
     with pytest.raises(

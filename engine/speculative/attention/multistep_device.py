@@ -146,9 +146,7 @@ class DeviceRounds:
         if batch.forward_metadata_planner is not self or not isinstance(plan, DeviceRoundPlan):
             raise StalePlanError("the batch was not planned by this multi-step attention")
         if plan.bucket != batch.graph_bucket or plan.slot.epoch != plan.epoch:
-            raise StalePlanError(
-                "the wrapper was planned for another round since, or for another bucket"
-            )
+            raise StalePlanError("the wrapper has since been planned for another round or bucket")
         return plan
 
     def restart(self, batch: ForwardBatch) -> None:

@@ -107,7 +107,7 @@ class EagleDrafter:
         """Implement `Drafter.begin`. A prompt of n tokens has n slots, all handed over."""
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
-            raise InternalError("no draft's state is handed over to this pool")
+            raise InternalError("no draft state is handed over to this pool")
         ends, num_nodes = (
             self._handed.get(batch.slot_ids.long()),
             [row.num_draft_tokens or 0 for row in info.rows],

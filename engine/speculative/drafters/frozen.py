@@ -73,7 +73,7 @@ class FrozenDrafter:
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         """Implement `Drafter.begin`, which this drafter never supports."""
-        raise InternalError("no draft's state is handed over to this pool")
+        raise InternalError("no draft state is handed over to this pool")
 
     @torch.inference_mode()
     def propose(

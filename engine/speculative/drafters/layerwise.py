@@ -70,7 +70,7 @@ class LayerwiseDrafter:
         """Implement `Drafter.begin`. The whole chain was handed over."""
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
-            raise InternalError("no draft's state is handed over to this pool")
+            raise InternalError("no draft state is handed over to this pool")
         return _chains(
             *self._handed.get(batch.slot_ids.long()),
             [row.num_draft_tokens or 0 for row in info.rows],

@@ -51,7 +51,7 @@ def test_a_draft_without_a_dtype_runs_in_that_of_its_weights(tmp_path: Path) -> 
     draft = read_draft(folder, tiny(LLAMA, "bfloat16"))
     assert dtype_name(draft.raw) == "bfloat16"
     assert draft.notices == (
-        f"{folder / 'config.json'} states no dtype: the model runs in that of its weights, "
+        f"{folder / 'config.json'} states no dtype: the model runs in the dtype of its weights, "
         f"bfloat16",
     )
 

@@ -409,7 +409,7 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
             None,
             "exact",
             replace(WEIGHTS, copies={"embed_tokens.weight": "b" * 32}),
-            "stage 1 has read another embed_tokens.weight than stage 0",
+            "stage 1 has read a different embed_tokens.weight than stage 0",
         ),
     ],
 )
