@@ -222,7 +222,7 @@ class RanksOfStage(Ranks, Protocol):
 
 
 class StageModel(Protocol):
-    """The layers of one stage, with the embedding on the first and the norm and head on the last."""
+    """The layers of one stage; the first has the embedding, the last the norm and the head."""
 
     @property
     def facts(self) -> ModelFacts: ...

@@ -53,7 +53,7 @@ def eighth(num_terms: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A half-open interval from `start` to `stop` of `total` heads, columns or vocabulary tokens."""
+    """A half-open interval `start` to `stop` of `total` heads, columns or vocabulary tokens."""
 
     start: int
     stop: int

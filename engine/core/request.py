@@ -1,4 +1,4 @@
-"""Generation requests on the device side: token ids in, token ids out, with all defaults resolved."""
+"""Generation requests of the engine: token ids in, token ids out, all defaults resolved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Return whether earlier tokens change the distribution, so that the last stage needs them."""
+        """Return whether the distribution depends on earlier tokens, which the last stage then needs."""
         return bool(
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
         )

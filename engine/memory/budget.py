@@ -161,8 +161,8 @@ def decode_requests(max_running: int, *, num_landing: int = 0) -> int:
     """Return the number of requests that a decode pool holds at once.
 
     These are the running requests and `num_landing` whose prompts are still being transferred, so
-    that a full pool can receive. With `num_landing` 0 there are twice `max_running` of the latter
-    in a pool of up to 32, where their memory is small, and none in a larger one (a common rule).
+    that a full pool can receive. With `num_landing` 0 their number follows a common rule: twice
+    `max_running` in a pool of up to 32, where their memory is small, and none in a larger one.
     """
     return max_running + (num_landing or (2 * max_running if max_running <= _SMALL_POOL else 0))
 

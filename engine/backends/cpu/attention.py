@@ -1,7 +1,7 @@
 """Bit-exact paged attention on the CPU.
 
-A token has the same bits in a prompt chunk of any length, in decoding, in the verification of a
-chain or a tree, and in a replay, with any other rows in the batch.
+A token has the same bits in a prompt chunk of any length, in decoding, in verification and in a
+replay. The other rows of the batch have no influence.
 `engine/kernels/host/attention/paged_attention.py` gives the reasons.
 
 Keys are read in place in their pages, by compiled code, or by plain torch for dtypes without

@@ -48,7 +48,7 @@ def conv_prefill_kernel(
 def conv_history_kernel(
     x, states, slots, fresh, starts, stops, num_channels, KERNEL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the last inputs of each row as its history; one program per (row, block of channels)."""
+    """Store each row's last inputs as its history; one program per (row, block of channels)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels

@@ -2,8 +2,8 @@
 
 Keys are processed in blocks of 64 at absolute positions, whatever the page size. A block is packed
 for the products of `dot.py` or the matrix unit (`kv_blocks.py`), or used as it is for few queries
-(`small_batch.py`). It is multiplied by the queries of a tile (for a few tokens, the heads that
-share a kv head), weighed by one step of an online softmax (`softmax_blocks.py`) and added up.
+(`small_batch.py`). It is multiplied by the queries of a tile: for a few tokens, the heads that
+share a kv head. One step of an online softmax weighs it (`softmax_blocks.py`), and it is added up.
 
 Every sum has one order: a score is summed in the order of channels, a token's output in the order
 of positions. So a token's bits depend on its own keys and on nothing else: not on the other tokens
@@ -301,7 +301,7 @@ def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, be
 
 @njit(**STRICT_PART)
 def _last_seeing(a, positions, high, start):
-    """Return `high` without the last tokens whose windows begin after the block of keys at `start`."""
+    """Return `high` without the last tokens whose windows begin after the block at `start`."""
     while first_seen(a, positions[high - 1]) >= start + BLOCK_KEYS:
         high -= 1
     return high

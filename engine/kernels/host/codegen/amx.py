@@ -1,5 +1,6 @@
-"""bf16 products by the matrix unit of Intel CPUs (AMX): 16 rows, 16 columns and 32 terms per
-instruction.
+"""bf16 products by the matrix unit of Intel CPUs (AMX).
+
+An instruction processes 16 rows, 16 columns and 32 terms.
 
 Operands have the layout of `dot.py`. Of 32 terms an instruction adds the first ones of all pairs in
 order by fused multiply-add, and likewise the second ones. It adds the two sums, and then the result

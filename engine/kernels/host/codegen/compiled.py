@@ -111,7 +111,7 @@ PATIENCE_S = 60.0  # the slowest kernel takes 13 s of one core, and all cores ma
 
 
 class Attempt(Enum):
-    """The behavior of `compile_kernel` if a kernel is not cached or is locked by another process."""
+    """The behavior of `compile_kernel` for a kernel that is locked or not cached."""
 
     WAIT = "wait for the other, or compile"
     UNLOCKED = "compile, but where another has it raise KernelLockedError"

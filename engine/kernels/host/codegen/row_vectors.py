@@ -68,7 +68,7 @@ def _norm(stored, weighed, *, rounds_first: bool):
 
 @intrinsic
 def turn_row(typing, x, cos, sin, out, half, width, stored):
-    """Rotate the pairs (i, i + half) of a row and copy the numbers from 2 * half on; out may be x."""
+    """Rotate the pairs (i, i + half) of a row and copy the rest; out may be x."""
 
     def generate(context, b, signature, arguments):
         x, cos, sin, out, half, width, _ = arguments

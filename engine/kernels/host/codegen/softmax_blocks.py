@@ -1,5 +1,4 @@
-"""Steps between the two products of attention: transposing keys, pairing values, and the online
-softmax of rows.
+"""Steps between the two products of attention: transposed keys, paired values, online softmax.
 
 They are written in LLVM vectors of 16 lanes, so that every element has the same operations,
 whatever its neighbors. Kernels that contain them are compiled with STRICT numbers (`compiled.py`),
@@ -484,7 +483,7 @@ def _one_and_more(b, x, coefficients):
 
 
 def _times_power(b, value, exponent, x):
-    """Compute value * 2^exponent from the lowest nine bits of the exponent; 0 below the lowest x."""
+    """Compute value * 2^exponent from the exponent's lowest nine bits; 0 below the lowest x."""
     power = b.shl(exponent, ir.Constant(_INTEGERS, [23] * LANES))
     value = b.bitcast(b.add(b.bitcast(value, _INTEGERS), power), _FLOATS)
     return b.select(b.fcmp_ordered("<", x, constant(_LOWEST)), constant(0.0), value)

@@ -42,7 +42,7 @@ def join(num_earlier, out, second, third, sums, count):
 
 
 def _added(num_sums: int):
-    """Return f(out, first, second, ..., count): out = first + (second + (...)), of `num_sums` sums."""
+    """Return f(out, first, second, ..., count): out = first + (second + (...)), `num_sums` sums."""
 
     def generate(context, builder, signature, arguments):
         out, *sums, count = arguments

@@ -133,7 +133,7 @@ def release_tiles(typing, stored):
 
 
 def is_tiled(stored: type) -> bool:
-    """Return whether weights of this storage type (`compiled.STORED_AS`) are multiplied by tiles."""
+    """Return whether tiles multiply weights of this storage type (`compiled.STORED_AS`)."""
     return (stored is np.uint16 and has_tiles()) or (stored is np.int8 and has_byte_tiles())
 
 

@@ -1,5 +1,4 @@
-"""Products with packed weights on the host: one kernel for every number of rows, with a defined
-order of sums.
+"""Products with packed weights on the host: one kernel and one order of sums for any row count.
 
 Every output element is eight sums over eighths of K, added in a binary tree,
 ((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An eighth is ceil(P/8) of the P pairs of terms of K; the last

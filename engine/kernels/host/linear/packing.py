@@ -57,12 +57,12 @@ _WORD_BYTES = 4  # bytes of a row per step: two terms of bf16 or one of fp32
 
 @dataclass(frozen=True)
 class Segments:
-    """The division of `num_terms` terms of a sum into `count` segments: eight, or fewer of a longer
-    sum.
+    """The division of `num_terms` terms of a sum into `count` segments.
 
-    A segment has `segment_terms` terms. By default it is an eighth of a sum of which the `count`
-    segments are an equal part; the last segments have the rest. It is padded with zeros to a
-    multiple of `multiple` steps. With `in_bytes` terms are stored in eight bits each (`int8.py`).
+    There are eight segments, or fewer if the terms are a part of a longer sum. A segment has
+    `segment_terms` terms. By default it is an eighth of a sum of which the `count` segments are
+    an equal part; the last segments have the rest. It is padded with zeros to a multiple of
+    `multiple` steps. With `in_bytes` terms are stored in eight bits each (`int8.py`).
     """
 
     num_terms: int

@@ -201,7 +201,7 @@ def _take_nodes(pointer, stored):
 
 @njit(**STRICT_PART)
 def _recall_input(a, node, place, first, width, old_at, stored):
-    """Load one of the inputs before a node as fp32; 0 if its row is new, whatever the slot holds."""
+    """Load an input before a node as fp32; 0 if its row is new, whatever the slot holds."""
     slots, is_new, size, length = (
         integers(a.slots),
         integers(a.is_new),

@@ -1,5 +1,6 @@
-"""Both forms of the gated delta rule on the host, with states in place: fp32 [num_records, Hv, dk,
-dv].
+"""Both forms of the gated delta rule on the host, with states in place.
+
+States are fp32 [num_records, Hv, dk, dv].
 
 The formulas are those of `engine/backends/gated_delta.py`, for each value head separately. All sums
 are in the order of tokens or of channels, so an output's bits depend on its own row's tokens up to
@@ -313,7 +314,7 @@ def _advance_by_channel(typing, state, target, row, count, k, q, v, out, gates, 
 
 @njit(**STRICT_PART)
 def _take_steps(pointer, stored):
-    """Run one thread: process all tokens of a row's value head at a time until no items are left."""
+    """Run one thread: process the tokens of a row's value head in order until no items are left."""
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
     parents, targets = integers(a.parents), integers(a.targets)
