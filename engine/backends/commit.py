@@ -36,9 +36,7 @@ def commit_entries(pools: Sequence[Tensor], batch: ForwardBatch, page_size: int)
 
 
 def _all_moves(batch: ForwardBatch, page_size: int) -> Tensor | None:
-    """Return [4 (from page, offset, to page, offset), n] int64, or None if there is nothing to
-    move.
-    """
+    """Return the moves, [4 (from page, offset, to page, offset), n] int64, or None without any."""
     rows = batch.spec_info.rows if isinstance(batch.spec_info, SpecInfo) else ()
     moves = [
         move

@@ -113,9 +113,7 @@ class StateCopy:
 
 
 class SnapshotRecurrent:
-    """A `RecurrentBackend` that adds the state operations of rows (`ForwardBatch.states`) to
-    another.
-    """
+    """A `RecurrentBackend` that adds state operations (`ForwardBatch.states`) to another one."""
 
     def __init__(
         self,
@@ -176,10 +174,10 @@ class SnapshotRecurrent:
     def _plan(
         self, batch: ForwardBatch
     ) -> tuple[list[StateCopy], list[tuple[slice, ForwardBatch]]]:
-        """Return the copies in token order, and the parts of the batch that end with them, and the
-        rest.
+        """Return the copies in token order, and the parts of the batch.
 
-        The first recurrent layer of a forward makes them, and all layers use them.
+        Each copy ends a part; the last part is the rest. The first recurrent layer of a forward
+        makes them, and all layers use them.
         """
         if self._planned is None or self._planned[0] is not batch:
             copies = list(state_copies(batch))
@@ -229,9 +227,7 @@ def state_copies(batch: ForwardBatch) -> Iterator[StateCopy]:
 
 
 def batch_parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, ForwardBatch]]:
-    """Yield the tokens up to each cut and those after the last cut, as batches of the parts of
-    rows.
-    """
+    """Yield the tokens up to each cut, and those after the last one, as batches."""
     ends = [*cuts, batch.num_tokens] if cuts and cuts[-1] < batch.num_tokens else cuts
     for start, end in zip([0, *ends], ends, strict=False):
         rows, lens, contexts, first = list[int](), list[int](), list[int](), 0

@@ -273,9 +273,7 @@ class TreeRecurrent:
                 pool[slots] = scratch[layer_id][sources]
 
     def _layout(self, batch: ForwardBatch) -> TreeLayout:
-        """Return the batch's layout, made at the first recurrent layer of a forward and used by
-        all.
-        """
+        """Return the batch's layout, which the first recurrent layer of a forward makes."""
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
             lengths = {pool.shape[1] for pool in self._conv_pools.values()}
@@ -293,9 +291,7 @@ class TreeRecurrent:
 
 
 def kept_states(batch: ForwardBatch, max_nodes: int, num_scratch: int) -> list[tuple[int, int]]:
-    """Return (node state, slot) of the last node that each row accepted in its previous
-    verification.
-    """
+    """Return (node state, slot) of each row's last accepted node."""
     if not isinstance(batch.spec_info, SpecInfo):
         return []
     return [

@@ -18,10 +18,10 @@ def best_positions(scores: Tensor, hidden: Tensor, count: int) -> Tensor:
 
 
 def true_positions(chosen: Tensor, width: int) -> Tensor:
-    """Return the True positions of each row of a mask, [rows, width] int32, ascending, padded with
-    -1.
+    """Return the True positions of each row of a mask, [rows, width] int32, padded with -1.
 
-    The keys of a tree's path are then adjacent, as they will be after the path is accepted.
+    The positions are ascending. The keys of a tree's path are then adjacent, as they will be after
+    the path is accepted.
     """
     place = torch.where(chosen, chosen.cumsum(-1) - 1, width)
     positions = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(

@@ -74,8 +74,7 @@ class LatentAttentionBackend(Protocol):
         selected: Tensor | None,
         batch: ForwardBatch,
     ) -> Tensor:
-        """Write the new tokens' entries, then attend to `selected`, or to all visible keys if it is
-        None.
+        """Write the new tokens' entries, then attend to `selected`, or to all visible keys if None.
 
         q is [T, num_heads, entry_dim]; entries is [T, entry_dim]. The result is [T, num_heads,
         latent_dim].

@@ -173,8 +173,7 @@ class TensorRank:
         return heads
 
     def shared_part(self, total: int, what: str) -> Part:
-        """Return this rank's part; if there are fewer things than ranks, consecutive ranks share
-        one.
+        """Return this rank's part; consecutive ranks share one if there are too few things.
 
         Raises:
             ConfigError: the ranks do not divide `total`, nor `total` the ranks.
@@ -270,8 +269,7 @@ def get_pp_indices(
 
 
 def balanced_counts(costs: Sequence[float], size: int) -> tuple[int, ...]:
-    """Return the number of layers of each of `size` stages that minimizes the cost of the costliest
-    stage.
+    """Return the layer counts of `size` stages that minimize the cost of the costliest stage.
 
     Each stage gets at least one layer. Of several solutions the one with the shortest first stages
     wins.

@@ -35,7 +35,10 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Return whether the distribution depends on earlier tokens, which the last stage then needs."""
+        """Return whether the distribution depends on earlier tokens.
+
+        The last stage then needs them.
+        """
         return bool(
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
         )

@@ -109,8 +109,7 @@ def sampling_row(
     is_only: bool = True,
     num_due: int = 0,
 ) -> SamplingRow:
-    """Return the inputs for sampling the token after `output_token_ids` and `num_due` unsampled
-    tokens.
+    """Return the inputs for sampling the token after the output and `num_due` unsampled tokens.
 
     `known` is the number of output tokens that the last stage has under `key`, or None if it has
     nothing. `is_only` means that the last stage need not keep the output.

@@ -131,9 +131,7 @@ def smallest_budget(
     num_scratch: int = 0,
     num_snapshots: int = 0,
 ) -> int:
-    """Return the bytes per stage with which `plan_pools` can hold one request of
-    `max_context_tokens`.
-    """
+    """Return the bytes per stage with which one request of `max_context_tokens` fits."""
     num_slots = _slots(specs, num_requests + num_snapshots)
     num_pages = 1 + pages_for_tokens(max_context_tokens, page_size)
     return max(

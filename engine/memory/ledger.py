@@ -28,9 +28,7 @@ class Holder(Protocol):
 
     @property
     def num_shared(self) -> int:
-        """Return the number of leading `ids` that were granted to another lease and are read-only
-        here.
-        """
+        """Return the number of leading `ids` that are read-only, granted to another lease."""
         ...
 
     def ids(self) -> list[int]: ...

@@ -47,9 +47,7 @@ class StaticInts:
         return self._device[self._places[name]]
 
     def refill(self, values: Mapping[str, Tensor]) -> None:
-        """Replace the first entries of each named vector by host integers or booleans; clear the
-        others.
-        """
+        """Replace the first entries of each vector by host integers or booleans; clear the rest."""
         self._copied.wait()
         self._host.zero_()
         for name, tensor in values.items():

@@ -60,9 +60,7 @@ class LatentWrapperFactory(Protocol):
 
 
 def is_offered_by_flashinfer(geometry: LatentGeometry, dtype: torch.dtype) -> bool:
-    """Return whether FlashInfer has kernels for this geometry; it has those of DeepSeek's shape
-    only.
-    """
+    """Return whether FlashInfer has kernels for this geometry: those of DeepSeek's shape only."""
     return (geometry.latent_dim, geometry.rope_dim) == (512, 64) and dtype in (
         torch.bfloat16,
         torch.float16,

@@ -41,9 +41,7 @@ class Slot(Generic[_AnyWrapper]):
 
 
 class RaggedWrapper(Protocol):
-    """The protocol of FlashInfer's BatchPrefillWithPagedKVCacheWrapper: rows of any number of
-    queries.
-    """
+    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper: rows of any number of queries."""
 
     def plan(
         self,
@@ -168,8 +166,7 @@ class LseWrapperFactory(Protocol):
 
 
 class LengthsBesideMask:
-    """FlashInfer's wrapper for rows of any number of queries, with lengths in the memory it
-    expects.
+    """FlashInfer's wrapper for ragged rows, with lengths in the memory it expects.
 
     With a mask the wrapper reads the lengths on the device, because it packs the mask there. Its
     plan then waits for the device; without a mask it does not.

@@ -255,8 +255,8 @@ def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
         env=environment,
     )
     assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == [
+        "norm_rope",
         "packing",
-        "token_passes",
     ]
 
 

@@ -171,8 +171,9 @@ def _clear_ends(rows, begin, row_bytes):
 
 @njit(**STRICT_PART)
 def pair_values(a, room, values, found, num_keys):
-    """Pack a block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of
-    16 pairs.
+    """Pack a block's values in bf16, [channels / 16][pairs][16][2].
+
+    Zeros fill up the pairs to a multiple of 16.
     """
     pair_values_at(a, room, values, found, behind_keys(a), found, 0, num_keys, 0)
 

@@ -201,9 +201,7 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
 
 @njit(**STRICT_PART)
 def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_values, add_up):
-    """Run one thread: process a tile's heads of `a.heads` kv heads at a time until no items are
-    left.
-    """
+    """Run one thread: process `a.heads` kv heads of a tile at a time until no items are left."""
     a = carray(pointer, 1)[0]
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
@@ -327,9 +325,7 @@ def _add_block(
     fill_values,
     add_up,
 ):
-    """Add the block of keys at `start` to the rows begin..end-1 of a tile of `count` tokens from
-    `first`.
-    """
+    """Add the block at `start` to rows begin..end-1 of a tile of `count` tokens from `first`."""
     is_scored = count * a.share <= a.rows_by_key
     # If no other rows need the keys, the values overwrite them. With space for both and the
     # incoming page data, the nearest cache would evict each before it is needed again.
@@ -499,8 +495,7 @@ def _weigh(
     num_keys,
     soften,
 ):
-    """Convert scores to weights, for the item's rows from `row` on and the block of keys at
-    `start`.
+    """Convert the scores of rows from `row` on with the block at `start` to weights.
 
     `tile_row` is the place of the first row in its tile. The rows' sums are rescaled.
     """

@@ -47,9 +47,7 @@ _I32, _I64, _FLOATS = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.FloatType
 
 @cache
 def most_rows(dtype: torch.dtype, head_dim: int, *, tiled: bool) -> int:
-    """Return the maximum number of rows of a tile for the small-batch kernel; 0 if it is not
-    available.
-    """
+    """Return the maximum rows of a tile for the small-batch kernel; 0 if it is not available."""
     if dtype is not torch.bfloat16 or head_dim % CHANNELS or not (tiled or has_pair_products()):
         return 0
     return TILE_ROWS if tiled else _FEW_ROWS
@@ -387,8 +385,7 @@ def _keys_and_next(a, head):
 
 @njit(**STRICT_PART)
 def _values_and_next(a, found, ahead, head):
-    """Return the distance from the first head's keys to the values of `head`, and the next data
-    read.
+    """Return the distance from the first head's keys to `head`'s values, and the next data.
 
     The next data are the next head's values or the next block's keys, given as the addresses and
     the distance from them.

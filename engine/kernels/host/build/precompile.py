@@ -75,9 +75,7 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
 
 
 class _Progress:
-    """Progress reports, the first one at once and the others `REPORT_S` apart; none if all were
-    cached.
-    """
+    """Progress reports, `REPORT_S` apart from the first one on; none if all were cached."""
 
     def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
         self._total = total

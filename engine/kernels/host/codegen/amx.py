@@ -56,11 +56,11 @@ def has_byte_tiles() -> bool:
 
 @njit(**STRICT_PART)
 def lay_out_tiles(layout, first, second):
-    """Write a tile configuration: `first` rows in tiles 0, 1 (sums) and 4 (x), `second` in 2, 3 and
-    5.
+    """Write a tile configuration.
 
-    layout is the address of LAYOUT_BYTES zeros, or of an earlier configuration of this function.
-    Return whether the configuration changed.
+    The tiles 0, 1 (sums) and 4 (x) have `first` rows, the tiles 2, 3 and 5 `second`. layout is the
+    address of LAYOUT_BYTES zeros, or of an earlier configuration of this function. Return whether
+    the configuration changed.
     """
     bytes_ = carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)
     if bytes_[48] == first and bytes_[50] == second:

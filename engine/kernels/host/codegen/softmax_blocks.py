@@ -414,9 +414,7 @@ def _side_by_side(b, vectors):
 
 
 def _seen(b, scores, num_seen, first):
-    """Replace the scores from `num_seen` on by minus infinity; the first score has the index
-    `first`.
-    """
+    """Replace the scores from `num_seen` on by minus infinity; `first` is the first one's index."""
     count = in_all_lanes(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
     hidden = b.icmp_signed(">=", ir.Constant(_INTEGERS, list(range(LANES))), count)
     return b.select(hidden, constant(float("-inf")), scores)

@@ -95,8 +95,7 @@ def counted(builder, count, first, step):
 
 
 class Routine:
-    """A function f(int64, ...) -> None whose body `write(builder, *arguments)` exists once per
-    kernel.
+    """A function f(int64, ...) -> None with the body `write(builder, *arguments)`, once per kernel.
 
     It is internal to the kernel, so code of another library cannot replace it. With `apart` it
     stays a function even if it has a single call: inlined into much other code, LLVM keeps fewer

@@ -28,10 +28,10 @@ def earlier_sums(segment):
 
 @njit(**STRICT_PART)
 def join(num_earlier, out, second, third, sums, count):
-    """Compute out = out + (second + (third + sums)) with the first `num_earlier` (1 to 3) earlier
-    sums.
+    """Compute out = out + (second + (third + sums)) with `num_earlier` earlier sums.
 
-    Except for the counts, each argument is the address of `count` * 16 fp32.
+    The earlier sums are the first `num_earlier`, 1 to 3, of out, second and third. Except for the
+    counts, each argument is the address of `count` * 16 fp32.
     """
     if num_earlier == 1:
         _add_two(out, out, sums, count)

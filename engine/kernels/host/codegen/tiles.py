@@ -142,9 +142,7 @@ def _is_tiled(stored) -> bool:
 
 
 def _write_halves(b, arguments, rows, blocks, form) -> None:
-    """Write `dot.write_rows` for row counts at which the sums of half of the blocks fill the
-    registers.
-    """
+    """Write `dot.write_rows` for row counts whose sums of half of the blocks fill the registers."""
     count, x, x_row, w, w_block, y, y_row, steps, *others = arguments
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))

@@ -222,8 +222,7 @@ def _scale_and_factor(highest, kept):
 
 
 def restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
-    """Convert a segment's sums of `rows` rows and `num_blocks` blocks to fp32 if its terms are
-    bytes.
+    """Convert a segment's sums of `rows` rows and `num_blocks` blocks to fp32 if terms are bytes.
 
     It is part of a product's kernel. `scales` is the address of the first block's scales.
     """

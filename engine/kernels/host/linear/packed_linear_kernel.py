@@ -148,9 +148,7 @@ _wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(S
 
 @njit(**STRICT_PART)
 def _take_items(pointer, stored, terms):
-    """Run one thread: multiply some rows by some blocks of columns at a time until no items are
-    left.
-    """
+    """Run one thread: multiply some rows by some blocks at a time until no items are left."""
     a = carray(pointer, 1)[0]
     layout, shaped_rows, copied = take_seat(pointer), 0, -1
     carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0

@@ -179,8 +179,7 @@ def _arrange_rows(pointer, stored):
 
 
 def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
-    """Pack weight [H, N, K], bf16 or fp32, on the host, where K is the number of the segments'
-    terms.
+    """Pack weight [H, N, K], bf16 or fp32, on the host; K is the number of the segments' terms.
 
     The result is [H, ceil(N/16), S, 16, 2] bf16 or [H, ceil(N/16), S, 16] fp32 for the S steps of
     all segments, padded with zeros.

@@ -225,8 +225,7 @@ def chunks_for(dtype: torch.dtype):
 
 
 def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
-    """Return f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns of a
-    state.
+    """Return f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns.
 
     The state S is [count, dv], with rows `row` bytes apart; k and q are [count]; v and out are
     [groups * lanes]. gates has beta, then e^g; with `by_channel` one e^g for each row of S.
@@ -601,9 +600,7 @@ def _find_decays(a, own, count, decays, before, after):
 
 @njit(**STRICT_PART)
 def _lower_scores(rows_at, row, turned_at, out_at, count, key_dim):
-    """Compute the products of each of `count` tokens with the tokens up to it, and with some later
-    ones.
-    """
+    """Compute the products of `count` tokens with the tokens up to each, and some later ones."""
     for first in range(0, count, LANES):
         num_rows, width, at = min(LANES, count - first), first + LANES, out_at + first * _LINE
         clear(at, num_rows * CHUNK)

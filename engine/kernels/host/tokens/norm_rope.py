@@ -86,12 +86,11 @@ _PARTS = (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
-    """Normalize x [T, heads, D] or [T, D], dense within a token, and return the same shape and
-    dtype.
+    """Normalize x [T, heads, D] or [T, D], dense within a token.
 
     weight is [D] or [heads, D], dense. Each is bf16 or fp32. With `rounds_first` the unit row is
-    also rounded to x's dtype before the multiplication. The result is a new tensor, dense within a
-    token.
+    also rounded to x's dtype before the multiplication. The result is a new tensor in x's shape and
+    dtype, dense within a token.
     """
     out = (
         torch.empty(x.shape, dtype=x.dtype)

@@ -184,8 +184,9 @@ def _copy_rows(pointer, stored):
 
 
 def gather_rows(table: Tensor, indices: Tensor, team: Team) -> Tensor:
-    """Return the rows `indices` [T] int64 of table [N, n], bf16 or fp32, dense within rows, as [T,
-    n].
+    """Return the rows `indices` [T] int64 of table [N, n], bf16 or fp32, as [T, n].
+
+    The table is dense within rows.
 
     Raises:
         InternalError: the table does not have a row.

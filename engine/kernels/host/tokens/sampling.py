@@ -277,9 +277,7 @@ def _pick(weights, vocab_size, marks, least, ids):
 
 @njit(**PART)
 def _keep(weights, ids, count, least, num_equal):
-    """Keep the weights above `least` and the first `num_equal` equal to it, with ids; return the
-    number.
-    """
+    """Keep the weights above `least` and the first `num_equal` equal to it; return the number."""
     kept = 0
     for place in range(count):
         weight = weights[place]
@@ -292,11 +290,10 @@ def _keep(weights, ids, count, least, num_equal):
 
 @njit(**PART)
 def _least_of(weights, count, wanted, by_mass):
-    """Return the highest weight at or above which there are `wanted` weights, and the amount above
-    it.
+    """Return the least weight that passes, and the amount above it.
 
-    With `by_mass` 1.0 `wanted` is a sum of weights, with 0.0 a number. The result is 0 if there are
-    too few.
+    It is the highest weight such that the weights at or above it reach `wanted`, or 0. With
+    `by_mass` 1.0 `wanted` is a sum of weights, with 0.0 a number.
     """
     # as bits; low always satisfies the condition, and values above high do not
     low, high = 0, _ONE_BITS
