@@ -27,7 +27,7 @@ _LOOK_S = 0.05  # between two checks of the neighbour
 
 
 class TensorChannel:
-    """Implement `StageChannel`."""
+    """A `StageChannel` over frames, and over links if given."""
 
     def __init__(
         self,
