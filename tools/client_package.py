@@ -58,7 +58,7 @@ with BatonClient("127.0.0.1:7000") as client:
 
 
 def needed_modules(first: str = FIRST) -> list[str]:
-    """Our modules that `first` imports, itself included, wherever in them an import stands."""
+    """Return the repository's modules that `first` imports at any level, including itself."""
     found: set[str] = set()
     waiting = [first]
     while waiting:
@@ -70,7 +70,7 @@ def needed_modules(first: str = FIRST) -> list[str]:
 
 
 def _imports(source: str) -> list[str]:
-    """Names that may be modules: what is imported from, and each thing that is imported from it."""
+    """Return names that may be modules: each imported module, and each name imported from it."""
     names = []
     for origin, things, plain in _IMPORTED.findall(source):
         names.append(origin or plain)

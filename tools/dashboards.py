@@ -1,5 +1,7 @@
-"""Writes Grafana's JSON of all dashboards: `python -m tools.dashboards` after changing
-`tools.panels`."""
+"""Writer of Grafana's JSON of all dashboards.
+
+Run `python -m tools.dashboards` after a change of `tools.panels`.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,7 @@ _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def build_json(spec: Dashboard) -> str:
-    """One dashboard as Grafana imports it."""
+    """Return the JSON of one dashboard for an import into Grafana."""
     builder = (
         dashboard.Dashboard(spec.title)
         .uid(spec.uid)

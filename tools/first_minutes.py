@@ -1,10 +1,10 @@
-"""Plays the first ten minutes of a new user in two terminals, and writes down what they show.
+"""Recorder of a new user's first session in two terminals.
 
-    python -m tools.first_minutes                  docs/first-minutes.md anew
+    python -m tools.first_minutes                  write docs/first-minutes.md again
 
-Everything is real: shells, the commands as they are typed, a cluster. A test plays it again and
-compares (`tests/cluster/test_first_minutes.py`); what differs from run to run (times, ports, rates)
-is levelled for that.
+Shells, commands and the cluster are real. A test plays the session again and compares it
+(`tests/cluster/test_first_minutes.py`). Values that differ between runs (times, ports, rates) are
+normalized for the comparison.
 """
 
 import os
@@ -27,16 +27,17 @@ START_S, ANSWER_S = 180, 120
 _HEAD = """\
 # The first ten minutes
 
-<!-- Played and written by `python -m tools.first_minutes`; a test plays it again. -->
+<!-- Recorded by `python -m tools.first_minutes`; a test plays it again. -->
 
-In a checkout, after `make venv` and `. .venv/bin/activate`. What is typed follows a `$` or, in a conversation, a `>`.
+Run these commands in a checkout, after `make venv` and `. .venv/bin/activate`. Your input
+follows a `$` or, in a chat, a `>`.
 """
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|[\r\x07]")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What one terminal shows from one command to the next."""
+    """Output of one terminal for one or more commands."""
 
     title: str
     shown: str
@@ -58,7 +59,7 @@ class Terminal:
         self._shell.expect_exact(PROMPT)
 
     def run(self, command: str, *, shown_as: str = "") -> str:
-        """Type a command and wait until it has ended."""
+        """Type a command, wait for its end and return the output."""
         self.type(command)
         return self.until(PROMPT, typed=command, shown_as=shown_as)
 
@@ -71,7 +72,7 @@ class Terminal:
     def until(
         self, word: str, *, typed: str = "", shown_as: str = "", timeout_s: float = ANSWER_S
     ) -> str:
-        """What the terminal shows up to `word`, which is not part of it."""
+        """Return the output up to `word`, without it."""
         self._shell.expect_exact(word, timeout=timeout_s)
         text = _ESCAPES.sub("", self._shell.before or "")
         if typed:
@@ -79,15 +80,18 @@ class Terminal:
         return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 
     def close(self) -> None:
-        """End the shell, and whatever runs in it."""
+        """End the shell and the processes that run in it."""
         self._shell.kill(signal.SIGHUP)
         self._shell.close(force=True)
 
 
 def play() -> list[Scene]:
-    """Return all scenes in order. The router listens where it does for a new user, as far as can be
-    seen: on this machine that address may be taken. Raises pexpect.ExceptionPexpect when a terminal
-    does not show what it should in time."""
+    """Return all scenes in order.
+
+    The router listens on a free port, because the default one may be taken on this machine. The
+    scenes show the default one. Raises pexpect.ExceptionPexpect if a terminal does not show the
+    expected output in time.
+    """
     target = f"127.0.0.1:{_free_port()}"
     with _terminals(target) as (first, second):
         first.type(f"baton up --decode-pp 2 --listen {target}")
@@ -104,7 +108,7 @@ def play() -> list[Scene]:
         first.until("\n")
         scenes.append(
             Scene(
-                "Ask it something, in a second terminal",
+                "Send a request from a second terminal",
                 "\n".join(
                     [
                         second.run('baton generate --chat "Count from 3 by 2." --temperature 0'),
@@ -115,11 +119,11 @@ def play() -> list[Scene]:
                 ),
             )
         )
-        scenes.append(Scene("Talk to it", _talk(second)))
-        scenes.append(Scene("See what it is made of", second.run("baton status")))
+        scenes.append(Scene("Chat", _talk(second)))
+        scenes.append(Scene("Inspect the cluster", second.run("baton status")))
         scenes.append(
             Scene(
-                "Make a mistake",
+                "Invalid input",
                 "\n".join(
                     [
                         second.run("baton generate --chat Hello --temperature -1"),
@@ -132,7 +136,8 @@ def play() -> list[Scene]:
         first.interrupt()
         scenes.append(
             Scene(
-                "Stop it with Ctrl-C, in the first terminal", first.until(PROMPT, timeout_s=START_S)
+                "Stop the cluster with Ctrl-C in the first terminal",
+                first.until(PROMPT, timeout_s=START_S),
             )
         )
     return [Scene(scene.title, scene.shown.replace(target, DEFAULT_TARGET)) for scene in scenes]
@@ -154,7 +159,7 @@ def _talk(terminal: Terminal) -> str:
 
 
 def levelled(text: str) -> str:
-    """Without what differs from run to run: times, addresses, ports, the place of the checkout,
+    """Normalize values that differ between runs: times, addresses, ports, the path of the checkout,
     spaces and rules."""
     text = re.sub(r"\d\d:\d\d:\d\d\.\d{3}", "HH:MM:SS", text)
     text = re.sub(r"127\.0\.0\.1:\d+( --target)?|port \d+| --target", "ADDRESS", text)
@@ -165,7 +170,7 @@ def levelled(text: str) -> str:
 
 
 def page(scenes: list[Scene]) -> str:
-    """The page of the documentation."""
+    """Return the documentation page."""
     place = str(PAGE.parent.parent)
     parts = [
         f"## {scene.title}\n\n```console\n{scene.shown.replace(place, '/home/you/baton')}\n```\n"

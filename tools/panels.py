@@ -1,8 +1,8 @@
-"""What the dashboards show: panels as plain values. `tools.dashboards` turns them into Grafana's
-JSON, and `tools.pictures` into pictures.
+"""Panels of the dashboards, as plain values.
 
-Every selector goes through `of`, which adds the namespace that is chosen on the dashboard. A metric
-that several roles export is narrowed to one of them by its process's `baton_build_info`.
+`tools.dashboards` converts them to Grafana's JSON, and `tools.pictures` to pictures. Every selector
+uses `of`, which adds the namespace selected on the dashboard. A metric that several roles export is
+restricted to one role by its process's `baton_build_info`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ WIDTH = 8  # three panels side by side
 
 @dataclass(frozen=True)
 class PanelQuery:
-    """A PromQL expression, and how its series are called: `{{label}}` is replaced."""
+    """A PromQL expression and the legend of its series, in which `{{label}}` is replaced."""
 
     expr: str
     legend: str = ""
@@ -22,7 +22,7 @@ class PanelQuery:
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph. `unit` is Grafana's name of it."""
+    """One graph. `unit` is Grafana's name of a unit."""
 
     title: str
     unit: str
@@ -39,7 +39,7 @@ class Dashboard:
 
 
 def of(name: str, matchers: str = "") -> str:
-    """A selector within the chosen namespace."""
+    """Return a selector within the selected namespace."""
     return f'{name}{{namespace=~"$namespace"{"," if matchers else ""}{matchers}}}'
 
 
@@ -49,8 +49,7 @@ def rate(name: str, by: str = "", matchers: str = "") -> str:
 
 
 def only(role: str, expr: str) -> str:
-    """The series of `expr` that processes of this role export; needs `job` and `instance` on
-    them."""
+    """Restrict `expr` to series exported by processes of a role. They need `job` and `instance`."""
     info = of("baton_build_info", f'role="{role}"')
     return f"{expr} and on (job, instance) {info}"
 
@@ -82,7 +81,7 @@ def _share(part: str, whole: str) -> str:
 TTFT = Panel(
     "Time to first token",
     "s",
-    "Request received to first token sent.",
+    "From receiving a request to sending its first token.",
     quantiles("baton_ttft_seconds"),
 )
 TPOT = Panel(
@@ -94,47 +93,48 @@ TPOT = Panel(
 ITL = Panel(
     "Gap between messages",
     "s",
-    "Inter-token latency as a client sees it.",
+    "Inter-token latency at the client.",
     quantiles("baton_itl_seconds"),
 )
 EXPOSED = Panel(
     "Exposed transfer time",
     "s",
-    "First token known to everything landed: what a handoff costs.",
+    "From the first token to the end of the handoff: the cost of a handoff.",
     quantiles("baton_kv_transfer_exposed_seconds"),
 )
 STAGES = Panel(
-    "Where a request's time goes",
+    "Request time breakdown",
     "s",
-    "Mean per part of its life; parts overlap.",
+    "Mean duration of each part of a request; parts overlap.",
     (PanelQuery(mean("baton_stage_seconds", "stage"), "{{stage}}"),),
 )
 WORKERS = Panel(
-    "Workers a router can use",
+    "Usable workers",
     "short",
-    "The least that any router sees.",
+    "Minimum over all routers.",
     (PanelQuery(f"min by (role, state) ({of('baton_router_workers')})", "{{role}} {{state}}"),),
 )
 BUBBLES = Panel(
     "Pipeline bubble ratio",
     "percentunit",
-    "Share of time stage 0 had work in flight and none to do.",
+    "Share of time in which stage 0 waits for batches in flight.",
     (PanelQuery(of("baton_pp_bubble_ratio"), "{{job}} {{instance}}"),),
 )
 ACCEPT_LENGTH = Panel(
     "Tokens per verification",
     "short",
-    "What a request got from one pass of the target model.",
+    "Tokens of a request from one pass of the target model.",
     (PanelQuery(mean("baton_spec_accept_length"), "mean"), *quantiles("baton_spec_accept_length")),
 )
 SETBACKS = Panel(
-    "Set back and computed again",
+    "Preemptions and recomputation",
     "cps",
-    "Requests that lost their pages, prompts computed on decode.",
+    "Requests that lost their pages, and prompts computed on decode.",
     (
-        PanelQuery(rate("baton_preemptions_total", "instance"), "set back {{instance}}"),
+        PanelQuery(rate("baton_preemptions_total", "instance"), "preempted {{instance}}"),
         PanelQuery(
-            rate("baton_local_prefill_total", "instance, reason"), "again {{instance}} {{reason}}"
+            rate("baton_local_prefill_total", "instance, reason"),
+            "computed {{instance}} {{reason}}",
         ),
     ),
 )
@@ -142,12 +142,12 @@ SETBACKS = Panel(
 OVERVIEW = Dashboard(
     "baton-overview",
     "Baton / Overview",
-    "What users experience, and whether anything is wrong.",
+    "Latency and throughput for users, and the state of the cluster.",
     (
         Panel(
             "Requests",
             "reqps",
-            "Ended per second, by how they ended.",
+            "Finished requests per second, by outcome.",
             (PanelQuery(rate("baton_e2e_seconds_count", "outcome"), "{{outcome}}"),),
         ),
         Panel(
@@ -167,7 +167,7 @@ OVERVIEW = Dashboard(
         Panel(
             "Tokens",
             "short",
-            "Prompt tokens taken and completion tokens sent, per second.",
+            "Accepted prompt tokens and sent completion tokens, per second.",
             (
                 PanelQuery(of_role("router", "baton_prompt_tokens_total"), "prompt"),
                 PanelQuery(rate("baton_completion_tokens_total"), "completion"),
@@ -176,13 +176,18 @@ OVERVIEW = Dashboard(
         TTFT,
         TPOT,
         ITL,
-        Panel("Whole request", "s", "Received to finish.", quantiles("baton_e2e_seconds")),
+        Panel(
+            "Whole request",
+            "s",
+            "From receiving a request to its finish.",
+            quantiles("baton_e2e_seconds"),
+        ),
         STAGES,
         EXPOSED,
         Panel(
             "Waiting",
             "short",
-            "Requests held back, by where.",
+            "Queued requests, by role.",
             (
                 PanelQuery(
                     f"sum by (role) ({of('baton_queue_depth')} * on (job, instance) group_left (role) "
@@ -194,18 +199,18 @@ OVERVIEW = Dashboard(
         Panel(
             "Running",
             "short",
-            "Requests that a pair of workers has.",
+            "Requests assigned to a worker pair.",
             (PanelQuery(f"sum ({of('baton_router_running')})", "running"),),
         ),
         WORKERS,
         Panel(
-            "Pages under lease",
+            "Leased pages",
             "percentunit",
             "Per pool.",
             (PanelQuery(of("baton_kv_usage_ratio"), "{{job}} {{instance}}"),),
         ),
         Panel(
-            "State slots under lease",
+            "Leased state slots",
             "percentunit",
             "Per pool of a model with recurrent layers.",
             (
@@ -222,7 +227,7 @@ OVERVIEW = Dashboard(
 PREFILL = Dashboard(
     "baton-prefill",
     "Baton / Prefill",
-    "Prompts: waiting, computing, waiting for their handoff.",
+    "Prompts that are queued, computed or handed over.",
     (
         Panel(
             "Prompt tokens",
@@ -237,19 +242,19 @@ PREFILL = Dashboard(
         Panel(
             "Queue",
             "short",
-            "Prompts that wait.",
+            "Queued prompts.",
             (PanelQuery(only("prefill", of("baton_queue_depth")), "{{instance}}"),),
         ),
         Panel(
             "Oldest in the queue",
             "s",
-            "Age of the prompt that waits longest.",
+            "Age of the oldest queued prompt.",
             (PanelQuery(only("prefill", of("baton_queue_oldest_seconds")), "{{instance}}"),),
         ),
         Panel(
             "Time in the queue",
             "s",
-            "Arrival to start.",
+            "From arrival to the first chunk.",
             (
                 PanelQuery(
                     f"histogram_quantile(0.9, {of_role('prefill', 'baton_queue_seconds_bucket', 'le')})",
@@ -264,7 +269,7 @@ PREFILL = Dashboard(
         Panel(
             "Prompt time",
             "s",
-            "First chunk to first token.",
+            "From the first chunk to the first token.",
             (
                 PanelQuery(
                     quantile(0.5, "baton_stage_seconds", matchers='stage="prefill_exec"'), "p50"
@@ -275,9 +280,9 @@ PREFILL = Dashboard(
             ),
         ),
         Panel(
-            "Memory held, by what for",
+            "Memory by state",
             "short",
-            "Requests with pages: computing, or kept for their handoff.",
+            "Requests with pages: computing, or waiting for their handoff.",
             (
                 PanelQuery(
                     f"sum by (state) ({only('prefill', of('baton_kv_leases'))})", "{{state}}"
@@ -311,7 +316,7 @@ PREFILL = Dashboard(
         Panel(
             "Pages held for transfer",
             "short",
-            "Prompt is done, decode has not committed.",
+            "The prompt is computed, and decode has not committed.",
             (PanelQuery(only("prefill", of("baton_kv_pages_held_for_transfer")), "{{instance}}"),),
         ),
     ),
@@ -320,7 +325,7 @@ PREFILL = Dashboard(
 DECODE = Dashboard(
     "baton-decode",
     "Baton / Decode and pipeline",
-    "Running requests, memory, stages.",
+    "Running requests, memory and stages.",
     (
         Panel(
             "Output tokens",
@@ -339,7 +344,7 @@ DECODE = Dashboard(
             (PanelQuery(only("decode", of("baton_running")), "{{instance}}"),),
         ),
         Panel(
-            "Memory held, by what for",
+            "Memory by state",
             "short",
             "Requests with pages: landing, or running.",
             (PanelQuery(f"sum by (state) ({only('decode', of('baton_kv_leases'))})", "{{state}}"),),
@@ -347,7 +352,7 @@ DECODE = Dashboard(
         Panel(
             "Pages",
             "short",
-            "Under lease, and all.",
+            "Leased pages, and all pages.",
             (
                 PanelQuery(only("decode", of("baton_kv_pages_used")), "used {{instance}}"),
                 PanelQuery(only("decode", of("baton_kv_pages")), "all {{instance}}"),
@@ -357,7 +362,7 @@ DECODE = Dashboard(
         Panel(
             "Committed to first step",
             "s",
-            "How long a landed request waits for its turn.",
+            "Wait of a landed request for its first step.",
             (
                 PanelQuery(
                     quantile(0.5, "baton_stage_seconds", matchers='stage="decode_queue"'), "p50"
@@ -373,9 +378,9 @@ DECODE = Dashboard(
         ),
         BUBBLES,
         Panel(
-            "One forward, by stage",
+            "Forward by pipeline stage",
             "s",
-            "Each stage alone: uneven stages make bubbles.",
+            "Duration at each stage: uneven stages cause bubbles.",
             (
                 PanelQuery(
                     mean("baton_pp_stage_step_seconds", "job, stage"), "{{job}} stage {{stage}}"
@@ -383,15 +388,15 @@ DECODE = Dashboard(
             ),
         ),
         Panel(
-            "One batch through all stages",
+            "Batch through all pipeline stages",
             "s",
-            "Launch to result, as stage 0 saw it.",
+            "From launch to result, measured at stage 0.",
             quantiles("baton_pp_step_seconds"),
         ),
         Panel(
             "Between stages",
             "Bps",
-            "Bytes of the frames a stage sends to the next.",
+            "Bytes of frames that a stage sends to the next one.",
             (
                 PanelQuery(
                     rate("baton_pp_link_bytes_total", "job, stage"), "{{job}} stage {{stage}}"
@@ -413,7 +418,7 @@ DECODE = Dashboard(
         Panel(
             "Draining",
             "short",
-            "Processes that refuse new calls because they stop.",
+            "Processes that drain and reject new calls.",
             (PanelQuery(f"sum by (job) ({of('baton_draining')})", "{{job}}"),),
         ),
     ),
@@ -422,23 +427,23 @@ DECODE = Dashboard(
 HANDOFF = Dashboard(
     "baton-handoff",
     "Baton / Handoff",
-    "State on its way from prefill to decode.",
+    "Transfer of state from prefill to decode.",
     (
         EXPOSED,
         Panel(
             "Transfer time",
             "s",
-            "Session opened to everything moved; most of it hides behind the prompt.",
+            "From opening a session to its last byte; most of it overlaps with prefill.",
             quantiles("baton_kv_transfer_seconds"),
         ),
         Panel(
             "Handshake",
             "s",
-            "Session opened to every stage ready.",
+            "From opening a session until every stage is ready.",
             quantiles("baton_handshake_seconds"),
         ),
         Panel(
-            "Bytes landed",
+            "Received bytes",
             "Bps",
             "By kind, over all stages.",
             (PanelQuery(of_role("decode", "baton_kv_transfer_bytes_total", "kind"), "{{kind}}"),),
@@ -446,23 +451,23 @@ HANDOFF = Dashboard(
         Panel(
             "Open sessions",
             "short",
-            "Handoffs under way.",
+            "Handoffs in progress.",
             (PanelQuery(of("baton_kv_sessions"), "{{job}} {{instance}}"),),
         ),
         Panel(
             "Pages held for transfer",
             "short",
-            "On both sides.",
+            "Prefill and decode.",
             (PanelQuery(of("baton_kv_pages_held_for_transfer"), "{{job}} {{instance}}"),),
         ),
         Panel(
-            "Sessions that failed",
+            "Failed sessions",
             "cps",
             "By reason.",
             (PanelQuery(rate("baton_kv_transfer_failures_total", "reason"), "{{reason}}"),),
         ),
         Panel(
-            "Handshakes that failed",
+            "Failed handshakes",
             "cps",
             "By reason.",
             (PanelQuery(rate("baton_handshake_failures_total", "reason"), "{{reason}}"),),
@@ -482,13 +487,13 @@ HANDOFF = Dashboard(
 SPECULATION = Dashboard(
     "baton-speculation",
     "Baton / Speculation",
-    "What drafts cost and what they give.",
+    "Cost and gain of drafts.",
     (
         ACCEPT_LENGTH,
         Panel(
             "Accepted share",
             "percentunit",
-            "Of the drafted tokens.",
+            "Share of drafted tokens that are accepted.",
             (
                 PanelQuery(
                     _share(
@@ -502,7 +507,7 @@ SPECULATION = Dashboard(
         Panel(
             "Accepted, by depth",
             "percentunit",
-            "Share of verified requests that accepted a token this deep.",
+            "Share of verified requests that accepted a token of this depth.",
             (
                 PanelQuery(
                     f"{rate('baton_spec_accepted_tokens_total', 'depth')} / on () group_left () "
@@ -523,14 +528,14 @@ SPECULATION = Dashboard(
         Panel(
             "Step time",
             "s",
-            "Between results of steps with drafts and without.",
+            "Time between results of steps, with and without drafts.",
             (PanelQuery(mean("baton_spec_step_seconds", "drafts"), "drafts: {{drafts}}"),),
         ),
         Panel(
             "Output tokens",
             "short",
-            "Drawn per second by decode pools.",
-            (PanelQuery(of_role("decode", "baton_output_tokens_total"), "drawn"),),
+            "Tokens generated per second by decode pools.",
+            (PanelQuery(of_role("decode", "baton_output_tokens_total"), "generated"),),
         ),
     ),
 )
@@ -538,16 +543,16 @@ SPECULATION = Dashboard(
 ROUTER = Dashboard(
     "baton-router",
     "Baton / Router",
-    "Which worker gets what, what is repeated, what clients get.",
+    "Placement, retries and results of calls.",
     (
         Panel(
             "Calls",
             "reqps",
-            "gRPC calls that ended, by status code.",
+            "Finished gRPC calls, by status code.",
             (PanelQuery(of_role("router", "baton_requests_total", "grpc_code"), "{{grpc_code}}"),),
         ),
         Panel(
-            "Calls open",
+            "Open calls",
             "short",
             "By method.",
             (
@@ -559,37 +564,39 @@ ROUTER = Dashboard(
         ),
         WORKERS,
         Panel(
-            "Held back",
+            "Queue",
             "short",
             "Requests in the router's queue.",
             (PanelQuery(only("router", of("baton_queue_depth")), "{{instance}}"),),
         ),
         Panel(
-            "Oldest held back",
+            "Oldest in the queue",
             "s",
-            "Age of the request that waits longest.",
+            "Age of the oldest queued request.",
             (PanelQuery(only("router", of("baton_queue_oldest_seconds")), "{{instance}}"),),
         ),
         Panel(
-            "Time held back",
+            "Time in the queue",
             "s",
-            "Received to a pair chosen.",
+            "From receiving a request to the choice of its worker pair.",
             (
                 PanelQuery(quantile(0.5, "baton_stage_seconds", matchers='stage="admit"'), "p50"),
                 PanelQuery(quantile(0.99, "baton_stage_seconds", matchers='stage="admit"'), "p99"),
             ),
         ),
         Panel(
-            "Refused",
+            "Rejected",
             "cps",
-            "Requests refused on arrival and after they had waited, by cause: so the rest is in time.",
+            "Requests rejected on arrival, or dropped from the queue, by cause.",
             (
                 PanelQuery(rate("baton_router_refused_total", "cause"), "on arrival: {{cause}}"),
-                PanelQuery(rate("baton_router_dropped_total", "cause"), "waited: {{cause}}"),
+                PanelQuery(
+                    rate("baton_router_dropped_total", "cause"), "from the queue: {{cause}}"
+                ),
             ),
         ),
         Panel(
-            "Choices",
+            "Placement decisions",
             "ops",
             "By policy and result.",
             (
@@ -598,21 +605,26 @@ ROUTER = Dashboard(
                 ),
             ),
         ),
-        Panel("Time of a choice", "s", "", quantiles("baton_router_pick_seconds")),
         Panel(
-            "Moved",
+            "Placement time",
+            "s",
+            "Duration of one decision.",
+            quantiles("baton_router_pick_seconds"),
+        ),
+        Panel(
+            "Migrations",
             "cps",
-            "Requests that went on with another pair after their decode pool was lost, or could not; and "
-            "answers that another router had begun.",
+            "Requests moved to another pair after the loss of their decode pool, by outcome; and streams "
+            "resumed from another router.",
             (
                 PanelQuery(rate("baton_migrations_total", "type, outcome"), "{{type}} {{outcome}}"),
-                PanelQuery(rate("baton_resumptions_total"), "from a router"),
+                PanelQuery(rate("baton_resumptions_total"), "resumed"),
             ),
         ),
         Panel(
-            "Tried again",
+            "Retries",
             "cps",
-            "Requests given to another worker, by role and reason.",
+            "Requests sent to another worker, by role and reason.",
             (
                 PanelQuery(
                     rate("baton_router_retries_total", "role, reason"), "{{role}} {{reason}}"
@@ -625,12 +637,12 @@ ROUTER = Dashboard(
 CACHE = Dashboard(
     "baton-cache",
     "Baton / Prefix cache",
-    "What prompts find of earlier ones.",
+    "Reuse of cached prompts.",
     (
         Panel(
             "Prompt tokens",
             "short",
-            "Per second, on prefill: of prompts that looked for pages, found, and reused.",
+            "Per second, on prefill: looked up, found, and reused.",
             tuple(
                 PanelQuery(of_role("prefill", f"baton_cache_{kind}_tokens_total"), kind)
                 for kind in ("queried", "matched", "reused")
@@ -639,7 +651,7 @@ CACHE = Dashboard(
         Panel(
             "Reused share",
             "percentunit",
-            "Of the prompt tokens that looked for pages, per pool.",
+            "Share of looked-up prompt tokens that were reused, per pool.",
             (
                 PanelQuery(
                     _share(
@@ -653,28 +665,28 @@ CACHE = Dashboard(
         Panel(
             "Predictions",
             "cps",
-            "Prompts by whether as many tokens were reused as reported, more or fewer.",
+            "Prompts by reused tokens: as many as reported, more or fewer.",
             (PanelQuery(rate("baton_router_cache_predictions_total", "outcome"), "{{outcome}}"),),
         ),
         Panel(
             "Pages",
             "short",
-            "Kept, those in use included, and all of the pool.",
+            "Cached pages, including those in use, and all pages of the pool.",
             (
-                PanelQuery(of("baton_cache_pages"), "kept {{instance}}"),
+                PanelQuery(of("baton_cache_pages"), "cached {{instance}}"),
                 PanelQuery(only("prefill", of("baton_kv_pages")), "all {{instance}}"),
             ),
         ),
         Panel(
             "Snapshots",
             "short",
-            "Recurrent states that are kept.",
+            "Cached recurrent states.",
             (PanelQuery(of("baton_cache_snapshots"), "{{instance}}"),),
         ),
         Panel(
-            "Pages given up",
+            "Evicted pages",
             "short",
-            "Per second, by cause: a request needed them, or a flush.",
+            "Per second, by cause: memory pressure, or a flush.",
             (
                 PanelQuery(
                     rate("baton_cache_evicted_pages_total", "instance, cause"),

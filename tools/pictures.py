@@ -1,7 +1,7 @@
-"""Dashboards as pictures: each panel's queries over a stretch of time, drawn by matplotlib in the
-dashboard's layout.
+"""Pictures of dashboards: each panel's queries over an interval, drawn by matplotlib.
 
-They show what the queries give, not how Grafana looks; the caption states that.
+They have the layout of the dashboard and show the results of the queries. Grafana's appearance
+differs; the caption states this.
 """
 
 import math
@@ -28,7 +28,7 @@ _UNITS = {
 
 
 def plain(expr: str, rate_interval: str) -> str:
-    """A query with Grafana's variables replaced: any namespace, this interval."""
+    """Return a query with Grafana's variables replaced: any namespace, this interval."""
     return expr.replace("$__rate_interval", rate_interval).replace("$namespace", ".*")
 
 
@@ -41,7 +41,7 @@ async def draw(
     end_s: float,
     rate_interval: str,
 ) -> None:
-    """One dashboard as a PNG; times are seconds since the epoch."""
+    """Write one dashboard as a PNG. Times are seconds since the epoch."""
     num_rows = math.ceil(len(spec.panels) / PER_ROW)
     figure = Figure(figsize=(16, 3.4 * num_rows + 0.8), dpi=70, layout="constrained")
     figure.suptitle(f"{spec.title}: {spec.text}")

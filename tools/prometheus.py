@@ -1,9 +1,8 @@
-"""A Prometheus server for a while: on loopback, with targets that may change, queried over its HTTP
-API.
+"""A temporary Prometheus server on loopback, with targets that may change.
 
-Rules are written for people's time: alerts that wait minutes, rates over minutes. `scaled` makes
-the same rules for a run of seconds: every duration, in `for` and in ranges, is divided by one
-factor, and nothing else changes.
+It is queried over its HTTP API. Production rules use minutes, in `for` and in ranges. `scaled`
+returns the same rules for a run of seconds: every duration is divided by one factor, and nothing
+else changes.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ Series = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Target:
-    """One /metrics, under the labels a scrape in Kubernetes would give it."""
+    """One /metrics endpoint, with the labels of a scrape in Kubernetes."""
 
     job: str
     port: int
@@ -36,7 +35,7 @@ class Target:
 
 
 def scaled(rules: str, factor: float) -> dict[str, Any]:
-    """The groups of a rule file with every duration divided by `factor`."""
+    """Return the groups of a rule file with every duration divided by `factor`."""
     loaded: dict[str, Any] = yaml.safe_load(rules)
     for rule in (rule for group in loaded["groups"] for rule in group["rules"]):
         rule["expr"] = re.sub(
@@ -59,7 +58,7 @@ class Prometheus:
         self.address = f"{LOCAL}:{port}"
 
     def watch(self, targets: list[Target]) -> None:
-        """Scrape these from now on; the server reads the change by itself."""
+        """Replace the scraped targets. The server detects the change by itself."""
         groups = [
             {
                 "targets": [f"{LOCAL}:{target.port}"],
@@ -72,13 +71,13 @@ class Prometheus:
         new.rename(self._folder / "targets.json")
 
     async def query(self, expression: str) -> Series:
-        """Now. Raises OSError while the server starts."""
+        """Evaluate an expression now. Raises OSError while the server starts."""
         return await self._get("query", {"query": expression})
 
     async def query_range(
         self, expression: str, start_s: float, end_s: float, step_s: float
     ) -> Series:
-        """Between two times, seconds since the epoch."""
+        """Evaluate an expression between two times, in seconds since the epoch."""
         return await self._get(
             "query_range",
             {
@@ -92,14 +91,14 @@ class Prometheus:
     async def until(
         self, expression: str, holds: Callable[[Series], bool], timeout_s: float
     ) -> Series:
-        """The first answer for which `holds` is true. Raises AssertionError with the last one."""
+        """Return the first result for which `holds` is true. Raises AssertionError with the last one."""
         answer: Series | str = "no answer"
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
                         answer = await self.query(expression)
-                    except OSError as error:  # it is still starting
+                    except OSError as error:  # the server is still starting
                         answer = str(error)
                     if not isinstance(answer, str) and holds(answer):
                         return answer
@@ -118,8 +117,10 @@ class Prometheus:
 async def prometheus(
     folder: Path, rules: Mapping[str, Any], *, port: int, interval_s: float
 ) -> AsyncIterator[Prometheus]:
-    """A server that scrapes and evaluates at this interval, gone after the block. Raises
-    FileNotFoundError when Prometheus is not installed."""
+    """Run a server that scrapes and evaluates at this interval, and stop it after the block.
+
+    Raises FileNotFoundError if Prometheus is not installed.
+    """
     program = shutil.which("prometheus")
     if program is None:
         raise FileNotFoundError("prometheus is not installed (Debian: apt install prometheus)")

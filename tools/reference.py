@@ -1,5 +1,6 @@
-"""Writes the reference pages that are made from the code: `python -m tools.reference` after
-changing what they show.
+"""Writer of the reference pages generated from the code.
+
+Run `python -m tools.reference` after a change of their sources:
 
 docs/configuration.md  from the settings of the roles and the commands
 docs/metrics.md        from runtime.observe.catalogue
@@ -17,14 +18,14 @@ _METRICS_HEAD = """# Metrics
 
 <!-- Made from the code by `python -m tools.reference`; edit the texts in runtime/observe/metrics.py. -->
 
-Every process serves these at `/metrics` (`--metrics-port`). Names, types, labels and units are fixed at 0.1
-(`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage behind its pool's
-leader. Labels never hold anything a client chose. Besides these there are the usual `process_*` and `python_*` figures.
-Requests on a router's call to a worker count as calls of their own, as `/baton.v1.Prefill/Run` and
+Every process serves these metrics at `/metrics` (`--metrics-port`). Names, types, labels and units are fixed at 0.1
+(`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage other than its
+pool's leader. Labels never contain values chosen by a client. The usual `process_*` and `python_*` metrics are also
+exported. Requests on a router's call to a worker count as separate calls, as `/baton.v1.Prefill/Run` and
 `/baton.v1.Decode/Generate`.
 
-`baton up` writes a Prometheus configuration for its processes and prints its path. One for processes that you start
-yourself names their metrics ports (`components/monitoring` has PodMonitors for Kubernetes):
+`baton up` writes a Prometheus configuration for its processes and prints its path. For processes that you start
+yourself, list their metrics ports (`components/monitoring` has PodMonitors for Kubernetes):
 
 ```yaml
 scrape_configs:
@@ -34,12 +35,12 @@ scrape_configs:
     static_configs: [{targets: ["10.0.0.2:9090", "10.0.0.3:9090"]}]
   - job_name: decode
     static_configs: [{targets: ["10.0.0.4:9090", "10.0.0.5:9090"]}]
-  - job_name: gateway  # its own figures, named smg_*
+  - job_name: gateway  # its own metrics, named smg_*
     static_configs: [{targets: ["10.0.0.6:9090"]}]
 rule_files: [deploy/alerts/rules.yaml]
 ```
 
-A gateway that follows the model-server protocol of the Gateway API inference extension reads `baton_queue_depth`
+A gateway with the model-server protocol of the Gateway API inference extension uses `baton_queue_depth`
 (waiting), `baton_router_running` or `baton_running` (running), `baton_kv_usage_ratio` (share of the cache in use) and
 `baton_cache_config_info` (page size and pages).
 

@@ -1,15 +1,14 @@
-"""Which files one plain request runs through, from the client to its last token: `python -m
-tools.request_path`.
+"""List of the files that one plain request runs through: `python -m tools.request_path`.
 
 The whole cluster runs in this process (a prefill pool and a decode pool of two stages, real gRPC
-and UCX). A file of the product counts when the request, between its first message and its last
-event, enters one of the file's functions that the idle cluster does not enter; the request is sent
-some times, and each time must enter it. The idle cluster is looked at for some seconds before and
-after the request: reports, health checks and waiting threads are its work and not the request's,
-though they run beside it. A file of which the request enters only functions that an idle cluster
-enters, too, does not count.
+and UCX). A file of the product counts if the request, between its first message and its last
+event, enters one of the file's functions that the idle cluster does not enter. The request is sent
+several times, and must enter the function each time. The idle cluster is observed for some seconds
+before and after the request: reports, health checks and waiting threads belong to it, although
+they run during the request. A file does not count if the request enters only functions that the
+idle cluster also enters.
 
-Shown beside it: the files of which the request enters any function, and those of the idle cluster.
+Also shown: the files of which the request enters any function, and those of the idle cluster.
 """
 
 import argparse
@@ -44,13 +43,13 @@ SHIPPED = (
     "transfer",
 )
 IDLE_S = 3.0
-NUM_REQUESTS = 3  # what one of them enters and another does not is work of the moment
-SETTLE_S = 1.0  # until what a request leaves to be done is done
+NUM_REQUESTS = 3  # functions that not all of them enter do not count
+SETTLE_S = 1.0  # until deferred work of a request is complete
 
 
 @dataclass(frozen=True, order=True)
 class Function:
-    """One of the product, by its file (relative to the repository) and its place in it."""
+    """A function of the product, by its file (relative to the repository) and line."""
 
     file: str
     line: int
@@ -58,20 +57,22 @@ class Function:
 
 
 class EnteredFunctions:
-    """Calls by function in every thread that starts after `install`, counted by the interpreter's
-    own profiler: one in Python would slow the threads that spin so much that the cluster could not
-    serve."""
+    """Functions entered by every thread that starts after `install`.
+
+    The interpreter's own profiler counts calls: a profiler in Python would slow down spinning
+    threads so much that the cluster could not serve.
+    """
 
     def __init__(self) -> None:
         self._profiles: list[cProfile.Profile] = []
 
     def install(self) -> None:
-        """Before the cluster is made: a thread takes its profiler when it starts."""
+        """Install the profiler. Call this before the cluster starts, because threads inherit it."""
         threading.setprofile(self._begin)
         self._begin()
 
     def _begin(self, *event: object) -> None:
-        """In each thread, once: from the first call on it has a profiler of its own."""
+        """Start a profiler for the current thread, at its first call."""
         sys.setprofile(None)
         profile = cProfile.Profile()
         self._profiles.append(profile)
@@ -81,13 +82,13 @@ class EnteredFunctions:
         found: Counter[CodeType] = Counter()
         for profile in self._profiles:
             for entry in profile.getstats():
-                if not isinstance(entry.code, str):  # a function that is compiled in
+                if not isinstance(entry.code, str):  # not a built-in function
                     found[entry.code] += entry.callcount
         return found
 
     @contextmanager
     def collected(self) -> Iterator[set[Function]]:
-        """The functions of the product that are entered in the block, filled in at its end."""
+        """Yield a set that receives the product's functions entered in the block, at its end."""
         before, entered = self._calls(), set[Function]()
         yield entered
         for code, count in self._calls().items():
@@ -104,19 +105,19 @@ class EnteredFunctions:
 
 @dataclass(frozen=True)
 class RequestPath:
-    """What one request enters, and what a cluster enters that serves none."""
+    """Functions entered by one request, and those entered by an idle cluster."""
 
     request: frozenset[Function]
     idle: frozenset[Function]
 
     @property
     def files(self) -> list[str]:
-        """Those that count, in order."""
+        """Return the files that count, sorted."""
         return sorted({function.file for function in self.request - self.idle})
 
     @property
     def touched(self) -> set[str]:
-        """Files of which the request enters any function."""
+        """Return the files of which the request enters any function."""
         return {function.file for function in self.request}
 
     @property
@@ -133,8 +134,7 @@ async def _ask(client: AsyncBatonClient) -> None:
 
 
 async def _compile(checkpoint: Path) -> None:
-    """Serve once, so that every kernel is compiled: under a profiler that takes longer than a
-    cluster waits for."""
+    """Serve once to compile every kernel. Under a profiler this would exceed a cluster's timeouts."""
     async with cluster_in_process(checkpoint, decode_pp=2) as client:
         await _ask(client)
 
@@ -147,7 +147,7 @@ async def _traced(client: AsyncBatonClient, entered: EnteredFunctions) -> frozen
 
 async def _trace(checkpoint: Path, entered: EnteredFunctions) -> RequestPath:
     async with cluster_in_process(checkpoint, decode_pp=2) as client:
-        await _ask(client)  # what happens once only
+        await _ask(client)  # run one-time work
         with entered.collected() as before:
             await asyncio.sleep(IDLE_S)
         requests = [await _traced(client, entered) for _ in range(NUM_REQUESTS)]
@@ -158,7 +158,7 @@ async def _trace(checkpoint: Path, entered: EnteredFunctions) -> RequestPath:
 
 
 def trace() -> RequestPath:
-    """What each of some plain requests enters, in a cluster that has served another one before."""
+    """Return the functions that several plain requests enter, in a cluster after warm-up."""
     entered = EnteredFunctions()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder), "qwen3_5_text")

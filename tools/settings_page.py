@@ -1,5 +1,4 @@
-"""docs/configuration.md: the settings of the roles from their models, the flags from the commands
-themselves."""
+"""Generator of docs/configuration.md from the settings models and the commands' flags."""
 
 import enum
 from collections.abc import Iterator, Mapping
@@ -27,10 +26,10 @@ _HEAD = """# Configuration
 
 <!-- Made from the code by `python -m tools.reference`. -->
 
-A process takes its settings from flags and from one TOML file (`--config`); flags beat the file, the file beats
-defaults. The file has a table per role, so that a whole cluster can share it; an unknown key is refused, and a value
-that does not fit is refused naming the key and its limit. Effective settings are logged at
-start-up (level debug).
+A process takes its settings from flags and from one TOML file (`--config`). Flags override the file, and the file
+overrides defaults. The file has a table per role, so a whole cluster can share it. An unknown key is rejected. An
+invalid value is rejected with an error that names the key and its limit. Effective settings are logged at start-up
+(level debug).
 
 ```toml
 [router]
@@ -42,15 +41,15 @@ memory_mb = 4096
 ```
 
 """
-_WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of a pool gets its own `rank`. Variables
-that launchers set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are read where flags are absent.
+_WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of a pool gets its own `rank`. If flags
+are absent, the variables of launchers are used (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
 """
-_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above; the first three
-end at once with `--check-settings`, and say whether the settings fit. Every command has `--help`.
+_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. With
+`--check-settings` the first three only check the settings and exit. Every command has `--help`.
 
 """
-# Commands that become a program of another package, but for those of the roles.
+# Commands implemented by programs of other packages, except those of the roles.
 _PROGRAMS = {"check": check_app, "simulate": simulate_app, "plan": plan_app}
 
 
@@ -121,7 +120,7 @@ def _spelled(value: object) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """Choices, or limits."""
+    """Return the choices or limits of a field."""
     kinds = [field.annotation, *get_args(field.annotation)]
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -1,9 +1,9 @@
-"""`python -m tools.stubs FOLDER`: the Python stubs of protos/, as the package `protos` below
-FOLDER.
+"""Generator of the Python stubs of protos/: `python -m tools.stubs FOLDER`.
 
-The .proto files lie by their packages, as every language's generator wants them; protoc's Python
-would import itself by the same folders, which are no packages of ours. So its imports are
-rewritten: `baton.v1.types_pb2` is `protos.types_pb2`.
+The stubs become the package `protos` in FOLDER. The .proto files are in folders of their packages,
+as generators of all languages require. protoc's Python stubs import each other by these folders,
+which are not Python packages of Baton, so the imports are rewritten: `baton.v1.types_pb2` becomes
+`protos.types_pb2`.
 """
 
 import re
@@ -15,17 +15,20 @@ from pathlib import Path
 PROTOS = Path(__file__).parent.parent / "protos"
 _PACKAGE = r"(?:baton\.v1|xds\.data\.orca\.v3|xds\.service\.orca\.v3)"
 _REWRITES = (
-    (rf"^from {_PACKAGE} import", "from protos import"),  # between stubs
-    (rf"'{_PACKAGE}\.(\w+_pb2)'", r"'protos.\1'"),  # where classes say they are from
+    (rf"^from {_PACKAGE} import", "from protos import"),  # imports between stubs
+    (rf"'{_PACKAGE}\.(\w+_pb2)'", r"'protos.\1'"),  # modules of classes
     (
         r"(?:baton/v1|xds/(?:data|service)/orca/v3)/(\w+_pb2_grpc\.py)",
         r"protos/\1",
-    ),  # in the text of an error
+    ),  # texts of errors
 )
 
 
 def write_stubs(folder: Path) -> list[Path]:
-    """The files written. Raises CalledProcessError with protoc's message on stderr."""
+    """Write the stubs and return their paths.
+
+    Raises CalledProcessError, with protoc's message on stderr.
+    """
     files = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
     (folder / "protos").mkdir(parents=True, exist_ok=True)
