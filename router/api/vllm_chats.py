@@ -34,7 +34,7 @@ def put_carried(request: pb.GenerateRequest, text: str) -> None:
 
 
 def _written_chat(text: str) -> tuple[Mapping[str, Any], str] | None:
-    """Return the conversation written by the carrying template, and the text after it; else None."""
+    """Return the conversation of the carrying template, and the text after it; else None."""
     if not text.startswith(f'{{"{CHAT_KEY}": '):
         return None
     try:

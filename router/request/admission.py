@@ -365,8 +365,8 @@ class Admission:
         self._place_by_caches()
         rates: Rates | None = None  # computed again after each placement
         # `passed_by`: prompt tokens of a request for which prefill has no capacity; only much
-        # shorter prompts may pass it. `too_large`: context tokens of a request whose workers are away; only
-        # smaller requests may pass it.
+        # shorter prompts may pass it. `too_large`: context tokens of a request whose workers are
+        # away; only smaller requests may pass it.
         passed_by, too_large = math.inf, math.inf
         for waiter in self._line:
             if self._line.shortest * SHORT_RATIO > passed_by:

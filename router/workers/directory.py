@@ -233,7 +233,7 @@ class Directory:
 
     @property
     def restart_estimate_s(self) -> float:
-        """Return how long a restart of a lost worker may take, by the slowest of the last starts."""
+        """Return how long the restart of a lost worker may take, from the latest starts."""
         return min(
             START_MARGIN * self._worker_set.tally.slowest_start_s, self._options.longest_restart_s
         )

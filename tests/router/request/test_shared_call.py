@@ -157,4 +157,4 @@ async def test_a_worker_of_another_release_is_refused_with_a_reason_and_nobody_w
     async with running_router(prefill, pool, admission=NO_GRACE) as router:
         error = await router.failure(token_request([1]))
         assert isinstance(error, UnavailableError)
-        assert "it takes requests in another way than this router gives them" in str(error)
+        assert "it speaks another version of the worker protocol" in str(error)

@@ -373,7 +373,7 @@ async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_ve
     assert known.prefill.is_usable == accepted
     if not accepted:
         assert known.prefill.problem == (
-            "it takes requests in another way than this router gives them: its wire "
+            "it speaks another version of the worker protocol: its wire "
             f"version is {version}, the router's {WIRE_VERSION}"
         )
 
