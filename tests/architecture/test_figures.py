@@ -416,7 +416,7 @@ WORDS = [
     (OPERATIONS, "to begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
     (
         OPERATIONS,
-        "beside prompts of four times its length",
+        "together with prompts of four times its length",
         "router/workers/policy.py:SHORT_RATIO",
         4,
     ),

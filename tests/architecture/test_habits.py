@@ -261,9 +261,13 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 
 def test_a_commit_is_checked_by_what_make_check_runs() -> None:
-    """Every part of the target is a hook, with the same tools."""
+    """Every part of the target is a hook, with the same tools. Hooks of messages are additional."""
     parts = re.search(r"^check: (.*?) *##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert parts is not None
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    hooks = {hook["id"]: hook["entry"] for hook in repository["hooks"]}
+    hooks = {
+        hook["id"]: hook["entry"]
+        for hook in repository["hooks"]
+        if "commit-msg" not in hook.get("stages", ())
+    }
     assert hooks == {part: f"make {part}" for part in parts[1].split()}
