@@ -1,8 +1,8 @@
-"""A request on a decode pool: the events of its stream, its scheduling state, its memory (pages and
-a state slot, both or neither), and its next row: one token, a tree to verify, or replayed tokens.
+"""A request on a decode pool: the events of its stream, its scheduling state, its memory, its rows.
 
-Building a row counts its tokens as computed. The scheduler decides which requests take part.
-Belongs to the engine thread.
+A request holds pages and a state slot, both or neither. Its next row has one token, a tree to
+verify, or replayed tokens. Building a row counts its tokens as computed. The scheduler decides
+which requests take part. Belongs to the engine thread.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
 """The events that a request of a decode pool sends to its router.
 
 Every event with tokens carries their position in the output, so the router detects lost or repeated
-ones. Tokens that are not sent yet are joined: a router that reads slowly gets fewer and longer
-messages, and the unsent data is bounded by the tokens its requests may generate. Belongs to the
-event loop's thread.
+ones. Tokens that are not sent yet are joined, so a router that reads slowly gets fewer and longer
+messages. Unsent data is bounded by the tokens that its requests may generate. Belongs to the event
+loop's thread.
 """
 
 from collections.abc import Sequence

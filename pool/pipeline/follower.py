@@ -1,9 +1,8 @@
-"""A process of rank 1..n-1: joins the leader, serves its stage, and joins again after losing the
-leader.
+"""A follower, of rank 1..n-1: joins the leader, serves its stage, and joins again after a loss.
 
 The engine thread owns the batch channel and the model, and the event loop's thread owns the Join
-stream. The stream shows that the leader is alive. When it drops, every session is closed, the batch
-channel is left, and the stage joins again: as soon as a leader is reachable, or after a pause if
+stream. The stream shows that the leader is alive. When it drops, every session is closed and the
+batch channel is left. The stage joins again as soon as a leader is reachable, or after a pause if
 one refuses. The leader's name is resolved again each time. After an engine error the stage drops
 the stream itself, because its leader may not notice. A stage that stops reports it on the stream
 and serves until its leader ends the stream.

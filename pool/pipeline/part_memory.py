@@ -13,8 +13,8 @@ earlier forming, are distinguished from expected pieces.
     head     <16s 6Q      authenticator, session of the forming, number of the piece, then its label: sequence of the
                           batch, number of the exchange, kind, bytes
 
-The memory has no name in a file system. Other ranks open it as a descriptor of its process, which
-only processes of the same user may, and it disappears with the last process that has it open. Its
+The memory has no name in a file system. Other ranks open it as a descriptor of its process,
+which only processes of the same user may. It disappears with the last process that has it open. Its
 size is fixed. A reader sees a piece before its count, because the stores of an x86 core become
 visible in order. On other machines, ranks exchange frames of the stage channel.
 """
