@@ -92,10 +92,12 @@ class AdaptiveDraft:
             return
         if trial:
             if found.yields[found.tried].rate > found.yields[found.best].rate * (1 + self.margin):
-                found.best, found.interval = found.tried, self.first_interval
+                found.best = found.tried
+                found.interval = self.first_interval
             else:
                 found.interval = min(2 * found.interval, self.trial_interval)
-            found.tried, found.steps_left = found.best, found.interval
+            found.tried = found.best
+            found.steps_left = found.interval
         else:
             others = [place for place in range(len(self.lengths)) if place != found.best]
             found.tried = others[found.next_trial % len(others)]

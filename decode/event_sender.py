@@ -43,14 +43,16 @@ class DecodeEventSender:
         self._event_sender.send(pb.DecodeEvent(key=self._key, position=self._position, local=local))
 
     def drawn(self, tokens: Sequence[DrawnToken]) -> None:
-        position, num_tokens = self._position, len(tokens)
+        position = self._position
+        num_tokens = len(tokens)
         self._position += num_tokens
         if (
             self._tokens is None
             or self._room < num_tokens
             or self._event_sender.unsent is not self._tokens
         ):
-            self._tokens, self._room = pb.DecodeEvent(key=self._key, position=position), MAX_JOINED
+            self._tokens = pb.DecodeEvent(key=self._key, position=position)
+            self._room = MAX_JOINED
             self._event_sender.send(self._tokens, MAX_JOINED)
         self._room -= num_tokens
         extend_chunk(self._tokens.tokens, tokens)

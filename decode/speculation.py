@@ -112,6 +112,8 @@ class DraftState:
         follows = num_draft_tokens is not None
         if follows and not self.followed:
             self.start = context_len
-        self.followed, self.landed = follows, False
-        accepted, self.accepted = self.accepted, None
+        self.followed = follows
+        self.landed = False
+        accepted = self.accepted
+        self.accepted = None
         return SpecRow(parents, accepted, next_token_id, self.start, num_draft_tokens, scratch)

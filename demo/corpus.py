@@ -10,7 +10,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-END_OF_TEXT, USER, ASSISTANT, END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+END_OF_TEXT = "<|endoftext|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+END = "<|end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, USER, ASSISTANT, END]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}<|end|>{% endfor %}"
@@ -67,7 +70,8 @@ class RecallQuestion:
 
 def make_facts(rng: random.Random, count: int) -> list[Fact]:
     """Return `count` facts about different people and things; other words may repeat."""
-    people, things = rng.sample(NAMES, count), rng.sample(THINGS, count)
+    people = rng.sample(NAMES, count)
+    things = rng.sample(THINGS, count)
     return [
         Fact(who, rng.choice(VERBS), rng.choice(COLORS), thing, rng.choice(PLACES))
         for who, thing in zip(people, things, strict=True)
@@ -101,7 +105,9 @@ def _story(rng: random.Random, max_facts: int) -> tuple[str, list[tuple[str, str
 
 
 def _count(rng: random.Random) -> tuple[str, str]:
-    start, step, count = rng.randrange(60), rng.choice([1, 1, 2, 5, 10]), rng.randint(6, 14)
+    start = rng.randrange(60)
+    step = rng.choice([1, 1, 2, 5, 10])
+    count = rng.randint(6, 14)
     numbers = " ".join(str(start + i * step) for i in range(2, count))
     return f"Count from {start} by {step}.", f"{start} {start + step} {numbers}."
 

@@ -72,7 +72,8 @@ class HeadAttention(nn.Module):
             nn.Linear(2 * config.hidden_size, inner, bias=False) for _ in range(3)
         )
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
-        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.head_dim = config.head_dim
+        self.rope_theta = config.rope_theta
 
     def forward(
         self, x: Tensor, positions: Tensor, past: DraftKV | None, mask: Tensor
@@ -93,7 +94,8 @@ class HeadAttention(nn.Module):
         """Apply rotary embedding over the whole head, first half against second half."""
         half = self.head_dim // 2
         angles = positions[:, None] * self.rope_theta ** (-torch.arange(half) / half)
-        low, high = x[..., :half], x[..., half:]
+        low = x[..., :half]
+        high = x[..., half:]
         return torch.cat(
             [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1
         )

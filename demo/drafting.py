@@ -102,12 +102,14 @@ def _prune(tree: list[Node], count: int) -> list[Node]:
 
 def accepted(tree: list[Node], continuation: list[int]) -> int:
     """Return the number of draft tokens that the target's own continuation confirms."""
-    at, count = -1, 0
+    at = -1
+    count = 0
     for token in continuation:
         found = [i for i, node in enumerate(tree) if node.parent == at and node.token == token]
         if not found:
             break
-        at, count = found[0], count + 1
+        at = found[0]
+        count = count + 1
     return count
 
 
@@ -133,7 +135,9 @@ def target_passes(
         past=None,
         mask=torch.ones(slots, slots, dtype=torch.bool).tril(),
     )
-    tokens, at, passes = ids[0].tolist(), prompt_length, 0
+    tokens = ids[0].tolist()
+    at = prompt_length
+    passes = 0
     while at < slots:  # tokens[at] is the newest token that the client has
         tree = propose(head, embedding, hidden[:, at - 1 : at], past.first(at), shape)
         at += accepted(tree, tokens[at + 1 :]) + 1

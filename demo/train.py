@@ -26,7 +26,8 @@ from demo import corpus
 from demo.initial import favour_recall, share_spaced_words
 
 MAX_VOCAB_SIZE = 1024
-KNOWN_WEIGHT, UNKNOWN_WEIGHT = 1.0, 0.05
+KNOWN_WEIGHT = 1.0
+UNKNOWN_WEIGHT = 0.05
 RECALL_QUESTIONS = 200
 
 
@@ -114,7 +115,8 @@ def batches(tokenizer: Tokenizer, phase: Phase, seed: int) -> Iterator[tuple[Ten
     """
     stream = corpus.documents(seed, max_facts=phase.max_facts, task_share=phase.task_share)
     while True:
-        rows, weights = [], []
+        rows = []
+        weights = []
         for _ in range(phase.rows):
             ids: list[int] = []
             weight: list[float] = []
@@ -185,7 +187,10 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, curriculum: tuple[Pha
     Return the last phase's mean loss on known tokens, in nats.
     """
     optimizers = make_optimizers(model)
-    total, step, tokens, began = sum(phase.steps for phase in curriculum), 0, 0, time.monotonic()
+    total = sum(phase.steps for phase in curriculum)
+    step = 0
+    tokens = 0
+    began = time.monotonic()
     for seed, phase in enumerate(curriculum, start=1):
         stream = batches(tokenizer, phase, seed)
         losses: list[float] = []
@@ -193,7 +198,8 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, curriculum: tuple[Pha
             ids, weight = next(stream)
             set_rate(optimizers, step, total)
             losses.append(train_step(model, optimizers, ids, weight))
-            step, tokens = step + 1, tokens + weight.numel()
+            step = step + 1
+            tokens = tokens + weight.numel()
             if step % 20 == 0:
                 recent = losses[-20:]
                 print(

@@ -80,7 +80,9 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, head: DraftHead, step
     """Train the head; return the mean loss per unrolled step over the last tenth of the run."""
     embedding = model.model.embed_tokens.weight.detach()
     optimizers = make_optimizers(head)
-    stream, began, losses = batches(tokenizer, PHASE, SEED), time.monotonic(), []
+    stream = batches(tokenizer, PHASE, SEED)
+    began = time.monotonic()
+    losses = []
     norm = sum(STEP_DISCOUNT**j for j in range(UNROLLED_STEPS))
     for step in range(steps):
         ids, weight = next(stream)

@@ -200,7 +200,8 @@ class EngineLoop:
         dependent requests have ended. It is not called after `detach`. Only the loop's thread may
         call this method.
         """
-        self._pipeline, self._on_lost = pipeline, on_lost
+        self._pipeline = pipeline
+        self._on_lost = on_lost
 
     def detach(self, error: BatonError) -> None:
         """Remove the pipeline, and end all requests that depended on it.
@@ -245,7 +246,8 @@ class EngineLoop:
 
     def _lose(self, error: BatonError) -> None:
         """End the requests of the broken pipeline and notify its owner, if one is attached."""
-        was_attached, on_lost = self._pipeline is not None, self._on_lost
+        was_attached = self._pipeline is not None
+        on_lost = self._on_lost
         self.detach(error)
         if was_attached:
             on_lost(error)

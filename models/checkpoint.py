@@ -270,9 +270,11 @@ def read_rows(
     for start, read in _in_pieces(entry, out.dtype, hashed, item):
         at = 0
         for part in rows:
-            first, last = max(start, part.start), min(start + len(read), part.stop)
+            first = max(start, part.start)
+            last = min(start + len(read), part.stop)
             if first < last:
-                place, taken = at + first - part.start, read[first - start : last - start]
+                place = at + first - part.start
+                taken = read[first - start : last - start]
                 out[place : place + last - first].copy_(
                     taken if columns is None else taken[..., columns.start : columns.stop]
                 )
@@ -346,7 +348,8 @@ def _parse_header(
     for name, fields in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape = str(fields["dtype"]), tuple(int(extent) for extent in fields["shape"])
+        dtype = str(fields["dtype"])
+        shape = tuple(int(extent) for extent in fields["shape"])
         start, end = (int(offset) for offset in fields["data_offsets"])
         if not 0 <= start <= end or any(extent < 0 for extent in shape):
             raise ValueError(f"{name} of shape {list(shape)} has data offsets {start} to {end}")
@@ -373,7 +376,8 @@ def _read_exactly(file: Path, offset: int, out: Tensor, hashed: "xxhash.xxh3_128
                 raise ConfigError(f"{file} ended while it was read", field="model")
             if hashed is not None:
                 hashed.update(view[:count])
-            view, offset = view[count:], offset + count
+            view = view[count:]
+            offset = offset + count
 
 
 def _shortly(error: Exception) -> str:

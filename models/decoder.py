@@ -52,7 +52,8 @@ class DecoderLayer:
         self.layer_id = layer_id
         self.start_layer = start_layer
         self._ranks = ranks
-        self._rotary, self._window_rotary = rotary, window_rotary
+        self._rotary = rotary
+        self._window_rotary = window_rotary
         self._input_norm = decoder.norm.build(weights, "input_layernorm", decoder.hidden_size)
         self._mixer = spec.mixer.build(
             weights.at(spec.mixer.weights_name).among(None if ranks is None else ranks.attention),
@@ -118,7 +119,8 @@ class DecoderLayer:
         if stage_pass.context.on_layer_done is not None:
             stage_pass.context.on_layer_done(self.layer_id)
         if wanted is not None:
-            hidden, mixed = hidden[wanted], mixed[wanted]
+            hidden = hidden[wanted]
+            mixed = mixed[wanted]
         return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
@@ -150,11 +152,9 @@ class DecoderStage:
         self._hands_on_selection = (
             not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
         )
-        self._vocabularies, self._own_vocabulary, self._ranks = (
-            spec.vocabularies,
-            spec.vocabulary,
-            ranks,
-        )
+        self._vocabularies = spec.vocabularies
+        self._own_vocabulary = spec.vocabulary
+        self._ranks = ranks
         self._has_data_ranks = spec.rank.data_size > 1
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:

@@ -67,7 +67,8 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
     """Return the attention by kind of layer."""
-    norm, shares = _norm(raw), raw.flag("attention_k_eq_v", default=False)
+    norm = _norm(raw)
+    shares = raw.flag("attention_k_eq_v", default=False)
     own = read_attention(raw, qk_norm=norm)
     full = read_attention(_of_full_layers(raw, shares=shares), qk_norm=norm)
     window = raw.integer("sliding_window") - 1

@@ -17,7 +17,8 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
         qkv_bias=raw.flag("attention_bias", default=False),
         qk_norm=read_norm(raw) if raw.flag("use_qk_norm", default=False) else None,
     )
-    dense, sparse = LayerSpec(attention, read_mlp(raw)), LayerSpec(attention, read_sigmoid_moe(raw))
+    dense = LayerSpec(attention, read_mlp(raw))
+    sparse = LayerSpec(attention, read_sigmoid_moe(raw))
     num_dense = raw.integer("first_k_dense_replace", minimum=0)
     return assemble_decoder(
         raw,

@@ -24,10 +24,8 @@ def computing_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     """
     field = next((name for name in ("indexer_types", "index_topk_pattern") if name in raw), None)
     if field is None:
-        frequency, offset = (
-            raw.integer("index_topk_freq", 1),
-            raw.integer("index_skip_topk_offset", _DEFAULT_OFFSET),
-        )
+        frequency = raw.integer("index_topk_freq", 1)
+        offset = raw.integer("index_skip_topk_offset", _DEFAULT_OFFSET)
         return tuple(
             max(layer_id - offset + 1, 0) % frequency == 0 for layer_id in range(num_layers)
         )

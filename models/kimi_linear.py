@@ -88,7 +88,8 @@ def _as_others_spell(raw: RawConfig) -> RawConfig:
 
 def _layer_types(section: RawConfig, num_layers: int) -> list[str]:
     """Return the layer types from lists that count layers from 1."""
-    full, recurrent = section.integers("full_attn_layers"), section.integers("kda_layers")
+    full = section.integers("full_attn_layers")
+    recurrent = section.integers("kda_layers")
     if sorted([*full, *recurrent]) != list(range(1, num_layers + 1)):
         raise section.fail(
             "kda_layers",

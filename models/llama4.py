@@ -63,7 +63,8 @@ def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
 
 def _rotations(raw: RawConfig) -> list[bool]:
     """Return for each layer whether it rotates."""
-    num_layers, interval = raw.integer("num_hidden_layers"), raw.integer("no_rope_layer_interval")
+    num_layers = raw.integer("num_hidden_layers")
+    interval = raw.integer("no_rope_layer_interval")
     listed = raw.integers("no_rope_layers")
     if not listed:
         return [(layer_id + 1) % interval > 0 for layer_id in range(num_layers)]
@@ -79,7 +80,8 @@ def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:
 
     Experts are on the layers of `moe_layers`, or by default on the last layer of each interval.
     """
-    num_layers, step = raw.integer("num_hidden_layers"), raw.integer("interleave_moe_layer_step")
+    num_layers = raw.integer("num_hidden_layers")
+    step = raw.integer("interleave_moe_layer_step")
     width = raw.integer("intermediate_size")
     dense = replace(
         read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp")})),

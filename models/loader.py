@@ -127,7 +127,8 @@ class ModelDescription:
         by_request = {f".{layer.mixer.weights_name}." for layer in self.spec.layers}
         for name, entry in stage_entries(self.checkpoint, self.spec, layers).items():
             own = rank.attention if any(part in name for part in by_request) else rank
-            whole, (held, total) = self._kept_bytes(name, entry.shape, layers), (1, own.size)
+            whole = self._kept_bytes(name, entry.shape, layers)
+            (held, total) = (1, own.size)
             if _EXPERTS in name:
                 held, total = self._most_experts(name, own)
             num_bytes += -(-whole * held // total)
@@ -157,10 +158,8 @@ class ModelDescription:
         for name, entry in stage_entries(
             self.checkpoint, self.spec, LayerRange(0, self.spec.num_layers)
         ).items():
-            layer, num_bytes = (
-                _LAYER.match(name),
-                kept_bytes(entry.shape, self.facts.dtype, in_bytes=self.in_bytes),
-            )
+            layer = _LAYER.match(name)
+            num_bytes = kept_bytes(entry.shape, self.facts.dtype, in_bytes=self.in_bytes)
             if layer is not None and int(layer[1]) < len(read):
                 read[int(layer[1])] += num_bytes
             elif name == head and with_head:
@@ -445,7 +444,8 @@ def stage_entries(
     Layers of other stages are excluded by layer id, before the rest of their names is examined.
     With a tied head, the last stage owns the embedding too.
     """
-    is_first, is_last = layers.start == 0, layers.end == spec.num_layers
+    is_first = layers.start == 0
+    is_last = layers.end == spec.num_layers
     shared = {
         EMBEDDING: is_first or (is_last and spec.tied_head),
         FINAL_NORM: is_last,
@@ -491,7 +491,8 @@ def _has_other_head(checkpoint: Checkpoint) -> bool:
     Such a head was trained separately, whatever the config states. transformers decides in the same
     way.
     """
-    head, embedding = target_entry(checkpoint, HEAD), target_entry(checkpoint, EMBEDDING)
+    head = target_entry(checkpoint, HEAD)
+    embedding = target_entry(checkpoint, EMBEDDING)
     return head is not None and embedding is not None and not same_content(head, embedding)
 
 

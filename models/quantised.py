@@ -182,7 +182,8 @@ class QuantisedEntry:
             return
         if self.scales.dtype not in _SCALES:
             yield f"scales are {self.scales.dtype}, not one of {', '.join(_SCALES)}"
-        stack, blocks = self.shape[:-2], self._num_blocks
+        stack = self.shape[:-2]
+        blocks = self._num_blocks
         for what, part, expected in (
             ("scales", self.scales, self._as_stored(blocks)),
             ("zero points", self.zeros, self._zeros_shape(blocks)),
@@ -237,7 +238,8 @@ class QuantisedEntry:
 
     @property
     def _num_blocks(self) -> tuple[int, int]:
-        (rows, columns), (height, width) = self.shape[-2:], self._block
+        (rows, columns) = self.shape[-2:]
+        (height, width) = self._block
         return -(-rows // height), -(-columns // width)
 
     @property
@@ -248,7 +250,8 @@ class QuantisedEntry:
         return (blocks[1], blocks[0]) if self._is_transposed else blocks
 
     def _zeros_shape(self, blocks: tuple[int, int]) -> tuple[int, ...]:
-        stored, packing = self._as_stored(blocks), self.form.packing
+        stored = self._as_stored(blocks)
+        packing = self.form.packing
         if packing is None:
             return stored
         per_word = _WORD_BITS // packing.bits
@@ -284,7 +287,8 @@ class QuantisedEntry:
         if self.groups is None:
             return torch.arange(self.shape[-1]) // self._block[1]
         groups = self._whole(self.groups, hashed, item).long()
-        first, last = int(groups.min()), int(groups.max())
+        first = int(groups.min())
+        last = int(groups.max())
         if not 0 <= first <= last < num_blocks:
             raise ConfigError(
                 f"{self.groups.file.name} puts columns of a weight into groups from {first} to {last}; "
@@ -300,11 +304,9 @@ class QuantisedEntry:
 
         The rows of a piece are in one block of rows, or every row is a block.
         """
-        (num_rows, num_columns), packing, height = (
-            self.shape[-2:],
-            self.form.packing,
-            self._block[0],
-        )
+        (num_rows, num_columns) = self.shape[-2:]
+        packing = self.form.packing
+        height = self._block[0]
         stored_rows = self.codes.shape[-2]
         limit = max(1, _PIECE_NUMBERS * stored_rows // (num_rows * num_columns))
         start = 0

@@ -164,8 +164,10 @@ def _is_empty(section: RawConfig) -> bool:
 
 
 def _read_group(group: RawConfig, whole: RawConfig) -> QuantisedFormat:
-    weights, bits = group.section("weights"), group.section("weights").integer("num_bits")
-    form, kind = (group if "format" in group else whole).text("format"), weights.text("type", "int")
+    weights = group.section("weights")
+    bits = group.section("weights").integer("num_bits")
+    form = (group if "format" in group else whole).text("format")
+    kind = weights.text("type", "int")
     block = _strategy_block(weights)
     symmetric_zero = 0 if weights.flag("symmetric", default=True) else None
     if form in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
@@ -240,7 +242,8 @@ def _read_awq(raw: RawConfig) -> QuantisedFormat:
 def _read_gptq(raw: RawConfig) -> QuantisedFormat:
     """Read GPTQ's format. Its first version stores each zero point minus one."""
     field = "checkpoint_format" if "checkpoint_format" in raw else "format"
-    bits, version = raw.integer("bits"), raw.text(field, "gptq").lower()
+    bits = raw.integer("bits")
+    version = raw.text(field, "gptq").lower()
     if bits not in _IN_ORDER:
         raise raw.fail("bits", f"{bits} are not supported, only 4 and 8")
     if version not in ("gptq", "gptq_v2"):

@@ -32,7 +32,8 @@ def read_sparse_feed_forwards(raw: RawConfig, moe: MoeSpec) -> list[FeedForwardS
 
     Layers in `mlp_only_layers` are dense too.
     """
-    step, dense = raw.integer("decoder_sparse_step"), raw.integers("mlp_only_layers")
+    step = raw.integer("decoder_sparse_step")
+    dense = raw.integers("mlp_only_layers")
     return [
         read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe
         for layer_id in range(raw.integer("num_hidden_layers"))

@@ -113,7 +113,8 @@ class SpawnServer:
             return
         order, output = taken
         ready, is_ready = os.pipe()  # closed by the worker when signals to its group reach it
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        pid = os.fork()
         os.close(is_ready if pid else ready)
         if not pid:
             self._leave(order, parent, output)

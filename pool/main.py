@@ -50,7 +50,8 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
 
 def _from_environment(flags: Flags) -> dict[str, object]:
     """Return what launchers set by variables, for flags that were not given. Raises ConfigError."""
-    rank, world_size = flags["rank"], flags["world_size"]
+    rank = flags["rank"]
+    world_size = flags["world_size"]
     return {
         "rank": number_from_environment("RANK") if rank is None else rank,
         "world_size": number_from_environment("WORLD_SIZE") if world_size is None else world_size,

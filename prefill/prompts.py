@@ -149,7 +149,8 @@ class PromptCache(PrefixCache):
         """Note that a prompt has leased its cached pages and computes the rest."""
         if self.rule is None or not entry.blocks:
             return
-        entry.num_cached, entry.wanted_snapshots = found.num_tokens, found.snapshot_tokens
+        entry.num_cached = found.num_tokens
+        entry.wanted_snapshots = found.snapshot_tokens
         self.resume(entry.blocks, found)
         self.metrics.queried.inc(len(entry.request.prompt_token_ids))
         self.metrics.matched.inc(found.num_tokens)

@@ -178,7 +178,8 @@ class PrefillScheduler:
         return self.build(ForwardMode.PREFILL, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        drawn, scores = iter(result.tokens), iter(result.scores)
+        drawn = iter(result.tokens)
+        scores = iter(result.scores)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
@@ -249,7 +250,8 @@ class PrefillScheduler:
             if entry.request.priority == lead.request.priority
             and entry.remaining * SHORT_RATIO <= lead.remaining
         ]
-        share, taken = self._saved // self.limits.grid * self.limits.grid, 0
+        share = self._saved // self.limits.grid * self.limits.grid
+        taken = 0
         may_start = share > 0
         for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
             if entry.pages is None:
@@ -333,7 +335,8 @@ class PrefillScheduler:
 
         Decode reserves memory for a request that has started, so it must then make progress.
         """
-        found, total = self.cache.found_of(entry), len(entry.request.prompt_token_ids)
+        found = self.cache.found_of(entry)
+        total = len(entry.request.prompt_token_ids)
         if (
             self._num_held >= self.limits.max_running
             or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens

@@ -225,7 +225,8 @@ def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str 
     Raises:
         ConfigError: one of them is invalid; the message names it.
     """
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    host = environment.get("MASTER_ADDR")
+    port = environment.get("MASTER_PORT")
     if not host or not port:
         return None
     if (

@@ -44,7 +44,8 @@ def flags_of(config: type[Config], *, section: str) -> Callable[[Run], Callable[
 
     def decorate(run: Run) -> Callable[..., None]:
         def command(**given: Any) -> None:  # noqa: ANN401 - typer converts the values
-            file, checks_only = given.pop(_FILE), bool(given.pop(_CHECK))
+            file = given.pop(_FILE)
+            checks_only = bool(given.pop(_CHECK))
             run({name: _given(value) for name, value in given.items()}, file, checks_only)
 
         # typer reads a command's parameters from its signature

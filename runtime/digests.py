@@ -126,10 +126,8 @@ def block_names(
     seed = f"{len(compatibility)}:{compatibility}{salt}".encode()
     names = list(known)
     name = names[-1] if names else blake2b(seed, digest_size=NAME_BYTES).digest()
-    ids, size = (
-        array(_ID, token_ids[len(known) * block_tokens :]).tobytes(),
-        block_tokens * array(_ID).itemsize,
-    )
+    ids = array(_ID, token_ids[len(known) * block_tokens :]).tobytes()
+    size = block_tokens * array(_ID).itemsize
     for end in range(size, len(ids) + 1, size):
         name = blake2b(name + ids[end - size : end], digest_size=NAME_BYTES).digest()
         names.append(name)

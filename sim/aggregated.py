@@ -66,7 +66,8 @@ class _AggregatedWorker:
         """Return the next prompts with tokens of each, up to one chunk, and reserve pages for new
         ones.
         """
-        found, budget = [], self.costs.prefill.chunk_tokens
+        found = []
+        budget = self.costs.prefill.chunk_tokens
         num_rows = len(self._rows)
         for handler in self._queue:
             begins = handler.unread == handler.planned.prompt_tokens
@@ -80,11 +81,13 @@ class _AggregatedWorker:
             self._pages_used += num_pages
             count = min(budget, handler.unread)
             found.append((handler, count))
-            budget, num_rows = budget - count, num_rows + 1
+            budget = budget - count
+            num_rows = num_rows + 1
         return found
 
     def _step(self, chunk: Sequence[tuple[_RequestHandler, int]]) -> None:
-        prefill, decode = self.costs.prefill, self.costs.decode
+        prefill = self.costs.prefill
+        decode = self.costs.decode
         pairs = sum(count * (handler.context + (count + 1) / 2) for handler, count in chunk)
         took_s = prefill.chunk_s(sum(count for _, count in chunk), pairs)
         if self._rows:

@@ -73,16 +73,14 @@ class Clients:
         Raises:
             InternalError: the response ended more than once or with the wrong number of tokens.
         """
-        began_s, reader, error = self._loop.time(), _Reader(), ""
-        engine, prompt = (
-            self._book.request(planned.prompt_tokens),
-            self._book.prompt(index, planned),
-        )
-        engine.request_id, engine.max_tokens, engine.sampling.seed = (
-            f"r{index}",
-            planned.output_tokens,
-            index,
-        )
+        began_s = self._loop.time()
+        reader = _Reader()
+        error = ""
+        engine = self._book.request(planned.prompt_tokens)
+        prompt = self._book.prompt(index, planned)
+        engine.request_id = f"r{index}"
+        engine.max_tokens = planned.output_tokens
+        engine.sampling.seed = index
         try:
             self._prompts[engine.request_id] = prompt
             await self._machine.receive(planned.prompt_tokens)

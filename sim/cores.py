@@ -27,12 +27,10 @@ class Alarm:
         callback: Callable[..., object],
         arguments: tuple[object, ...],
     ) -> None:
-        self.processor, self.at_s, self.callback, self.arguments = (
-            processor,
-            at_s,
-            callback,
-            arguments,
-        )
+        self.processor = processor
+        self.at_s = at_s
+        self.callback = callback
+        self.arguments = arguments
         self.handle: asyncio.TimerHandle | None = None
 
     def cancel(self) -> None:
@@ -74,7 +72,8 @@ class Processor:
         """Set whether the processor computes, and the work that it causes (`messages`)."""
         if is_computing == self._is_computing and messages == self.messages:
             return
-        self._is_computing, self.messages = is_computing, messages
+        self._is_computing = is_computing
+        self.messages = messages
         if self._core is not None:
             self._core.computes(self, is_computing=is_computing)
 

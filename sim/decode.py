@@ -158,7 +158,8 @@ class DecodeWorker(SimulatedWorker):
         self, made: DecodeRequest, opening: decode_pb2.DecodeOpen
     ) -> _DecodeHandler | None:
         self._num_handlers += 1
-        request, num_again = opening.request, len(opening.replayed_token_ids)
+        request = opening.request
+        num_again = len(opening.replayed_token_ids)
         num_prompt = len(request.prompt_token_ids)
         row = DrawnRow(
             self._num_handlers,
@@ -266,7 +267,8 @@ class DecodeWorker(SimulatedWorker):
 
     def _finish(self, handler: _DecodeHandler) -> None:
         self._send_drawn(handler)
-        row, now = handler.row, self._loop.time()
+        row = handler.row
+        now = self._loop.time()
         first_s = now if row.first_step_s is None else row.first_step_s
         self._send(
             handler,

@@ -228,7 +228,8 @@ class DecodePool:
         for row in self._running:
             row.again = 0
             row.first_step_s = self.clock() if row.first_step_s is None else row.first_step_s
-        count, context = len(self._running), sum(row.context for row in self._running)
+        count = len(self._running)
+        context = sum(row.context for row in self._running)
         again_s += self._interruption_s
         self._interruption_s = 0.0
         first_s = self.costs.round_s(count, context)
@@ -267,7 +268,9 @@ class DecodePool:
         free = self.costs.num_pages - self._pages_used
         if self._growth(self._running, rounds) <= free:
             return rounds
-        low, high = 0, rounds  # `low` rounds fit and `high` do not
+        # `low` rounds fit and `high` do not
+        low = 0
+        high = rounds
         while high - low > 1:
             middle = (low + high) // 2
             fits = self._growth(self._running, middle) <= free
@@ -308,7 +311,9 @@ class DecodePool:
         """Return the pages that rows take within `num_rounds`. Fast, because every report asks for
         it.
         """
-        tokens, page_size, num_pages = self._tokens(num_rounds), self.page_size, 0
+        tokens = self._tokens(num_rounds)
+        page_size = self.page_size
+        num_pages = 0
         for row in rows:
             more = (
                 -(-(row.context + (tokens if tokens < row.left else row.left)) // page_size)

@@ -57,7 +57,9 @@ class Mishap:
                 f"its kinds are {', '.join(MishapKind)}; got {text!r}",
                 field="fault",
             )
-        kind, for_s, factor = MishapKind(found[1]), float(found[4] or 0), float(found[5] or 1)
+        kind = MishapKind(found[1])
+        for_s = float(found[4] or 0)
+        factor = float(found[5] or 1)
         if (kind in (MishapKind.CUT, MishapKind.SLOW) and for_s <= 0) or (
             kind is MishapKind.SLOW and factor <= 0
         ):

@@ -103,7 +103,9 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
-        costs, arrivals, prompts = config.costs, Arrivals(), Prompts()
+        costs = config.costs
+        arrivals = Arrivals()
+        prompts = Prompts()
         prefill, decode = (
             [f"{role}-{index}" for index in range(count)]
             for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode))
@@ -235,7 +237,8 @@ class Fleet:
 
     def _run(self, duration_s: float) -> FleetRun:
         picks = [router.picks() for router in self._routers.values()]
-        num_picks, picked_s = sum(count for count, _ in picks), sum(seconds for _, seconds in picks)
+        num_picks = sum(count for count, _ in picks)
+        picked_s = sum(seconds for _, seconds in picks)
         return FleetRun(
             self._clients.answered,
             self._samples,

@@ -83,7 +83,8 @@ class Sending:
         """Set new rates for all transfers that share an interface with this one."""
         for other in {**self.source.leaving, **self.target.arriving}:
             other.settle()
-            source, target = other.source, other.target
+            source = other.source
+            target = other.target
             other.rate = min(
                 source.bytes_per_s / len(source.leaving), target.bytes_per_s / len(target.arriving)
             )

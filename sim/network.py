@@ -46,7 +46,8 @@ class Server:
     def heal(self) -> None:
         """End the cut, and deliver held messages."""
         self.is_cut = False
-        held, self.held = self.held, {}
+        held = self.held
+        self.held = {}
         for call in held:
             call.resume()
 
@@ -144,7 +145,8 @@ class SimulatedCall:
         self._server.calls.pop(self, None)
 
     def _ended(self, error: grpc.aio.AioRpcError | None) -> None:
-        self._error, self._has_ended = error, True
+        self._error = error
+        self._has_ended = True
 
     def _later(self, arrival: Callable[[], None]) -> None:
         self._under_way.append(arrival)

@@ -113,7 +113,8 @@ def least(enough: int, suffices: Callable[[int], bool]) -> int:
 
     `enough` must be sufficient.
     """
-    low, high = 0, enough
+    low = 0
+    high = enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if suffices(middle) else (middle, high)

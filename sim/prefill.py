@@ -107,7 +107,8 @@ class PrefillWorker(SimulatedWorker):
         self._num_starts += 1  # invalidates results still in the pipeline
 
     def _begin(self) -> PointJournal:
-        model, mine = self.costs.model, self.costs.prefill
+        model = self.costs.model
+        mine = self.costs.prefill
         limits = PrefillLimits(
             model.page_size, mine.chunk_tokens, mine.grid, mine.max_running, mine.max_queued
         )
@@ -280,10 +281,8 @@ class PrefillWorker(SimulatedWorker):
 
     def _passes(self, batch: ForwardBatch) -> tuple[float, float]:
         """Return when a chunk begins on the first stage and leaves the last, in processor time."""
-        mine, lengths = (
-            self.costs.prefill,
-            list(zip(batch.query_lens, batch.context_lens, strict=True)),
-        )
+        mine = self.costs.prefill
+        lengths = list(zip(batch.query_lens, batch.context_lens, strict=True))
         pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
         stage_s = (mine.chunk_s(sum(batch.query_lens), pairs) + self._due_s) / mine.stages
         self._due_s = 0.0
@@ -323,7 +322,8 @@ class PrefillWorker(SimulatedWorker):
         handler = self._handlers.get(key)
         if handler is None:
             return
-        more, handler.computed = num_tokens - handler.computed, num_tokens
+        more = num_tokens - handler.computed
+        handler.computed = num_tokens
         if handler.transfer is not None:
             handler.transfer.release(
                 self.costs.handoff_bytes(handler.num_tokens) * more / handler.num_tokens

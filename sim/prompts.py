@@ -91,15 +91,15 @@ class SimulatedPrompt(RoutedPrompt):
         return self._names[key]
 
     def _named(self, page_size: int) -> tuple[bytes, ...]:
-        count, names, page = self.num_tokens // page_size, list[bytes](), 0
+        count = self.num_tokens // page_size
+        names = list[bytes]()
+        page = 0
         while len(self.places) < count:
             self.places.append(len(self.places).to_bytes(_HALF))
         for place, number in enumerate(self.numbers, 1):  # names pages that end in its block
             is_last = place == len(self.numbers)
-            end, head = (
-                count if is_last else min(place * BLOCK_TOKENS // page_size, count),
-                number.to_bytes(_HALF),
-            )
+            end = count if is_last else min(place * BLOCK_TOKENS // page_size, count)
+            head = number.to_bytes(_HALF)
             names += [head + tail for tail in self.places[page:end]]
             page = end
         return tuple(names)
@@ -125,7 +125,10 @@ class PromptBook:
 
     def prompt(self, index: int, planned: Planned) -> SimulatedPrompt:
         """Return the prompt of request `index`."""
-        tokens, known, number, numbers = TracedTokens(index, planned), self._numbers, 0, list[int]()
+        tokens = TracedTokens(index, planned)
+        known = self._numbers
+        number = 0
+        numbers = list[int]()
         for block, _ in tokens.runs():
             key = number << _BLOCK_BITS | (block or 0)
             found = None if block is None else known.get(key)

@@ -140,7 +140,8 @@ class _Watch:
     def _report(self) -> None:
         """Send a report if there is news, and schedule the next; otherwise pause until `woken`."""
         assert self._cache is not None
-        worker, reports = self._worker, self._cache.take()
+        worker = self._worker
+        reports = self._cache.take()
         news = [worker_pb2.WatchResponse(cache=report) for report in reports] if reports else ()
         load = worker.load()
         load.cache_reports = self._cache.num_reports

@@ -84,6 +84,7 @@ class RouterEnd(Generic[InputT, EventT]):
             self.call.send(self.message_of(self.ended(key, ended)))
 
     def _gone(self) -> None:
-        requests, self._requests = self._requests, {}
+        requests = self._requests
+        self._requests = {}
         for request in requests.values():
             request.on_gone()

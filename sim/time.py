@@ -39,7 +39,9 @@ class _Due(asyncio.TimerHandle):
     ) -> None:
         self._when = when_s
         self._virtual = loop
-        self.callback, self.arguments, self.context = callback, arguments, context
+        self.callback = callback
+        self.arguments = arguments
+        self.context = context
         self.is_cancelled = False
 
     def cancelled(self) -> bool:
@@ -120,7 +122,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             InternalError: no callback is queued and no timer is left.
         """
         asyncio._set_running_loop(self)  # noqa: SLF001 (intended for event loops)
-        self._is_running, self._is_stopping = True, False
+        self._is_running = True
+        self._is_stopping = False
         soon = self._soon
         try:
             while not self._is_stopping:
@@ -144,7 +147,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._timers = [each for each in self._timers if not each[2].is_cancelled]
             heapq.heapify(self._timers)
             self.num_cancelled = 0
-        timers, pop = self._timers, heapq.heappop
+        timers = self._timers
+        pop = heapq.heappop
         while timers:
             when_s, _, due = pop(timers)
             if not due.is_cancelled:

@@ -133,7 +133,8 @@ class SimulatedWorker(ABC):
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return the info of this incarnation."""
-        model, info = self.costs.model, self._described()
+        model = self.costs.model
+        info = self._described()
         info.MergeFrom(
             worker_pb2.WorkerInfo(
                 role=self.role,

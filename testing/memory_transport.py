@@ -201,10 +201,12 @@ class MemoryTransport:
             for operation, message in self._matcher.fed():
                 self._take(operation, message)
             if self._delayed and not self._network.delaying:
-                delayed, self._delayed = self._delayed, []
+                delayed = self._delayed
+                self._delayed = []
                 for operation, message in delayed:
                     self._write(operation, message)
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
             self._num_pending -= len(ended)
             return ended
 

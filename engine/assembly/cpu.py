@@ -100,7 +100,8 @@ class CpuBackends:
             if not all(has_kernels(pool.dtype) for pool in kv.values()):
                 return attention
             return replace(attention, recordable_round=PagedRounds(kv_pools=kv, geometry=geometry))
-        latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
+        latent = pools[CacheKind.LATENT]
+        index = pools[CacheKind.INDEX_KEY]
         return DraftAttention.over_latents(
             CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),
             MultiStepLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),

@@ -52,7 +52,8 @@ class DeviceBackends:
         Raises:
             ConfigError: FlashInfer cannot be used on the device.
         """
-        flashinfer, own = FlashInferWrappers(device), TritonWrappers(device)
+        flashinfer = FlashInferWrappers(device)
+        own = TritonWrappers(device)
 
         def wrappers(geometry: AttentionGeometry, kv_pools: Mapping[int, Tensor]) -> WrapperFactory:
             dtypes = {pool.dtype for pool in kv_pools.values()}
@@ -111,7 +112,8 @@ class DeviceBackends:
     ) -> DraftAttention:
         """Implement `Backends.of_draft`."""
         if isinstance(geometry, LatentGeometry):
-            latent, index_key = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
+            latent = pools[CacheKind.LATENT]
+            index_key = pools[CacheKind.INDEX_KEY]
             return DraftAttention.over_latents(
                 self._compressed(latent, index_key, geometry),
                 MultiStepLatentAttention(

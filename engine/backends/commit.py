@@ -49,7 +49,8 @@ def _all_moves(batch: ForwardBatch, page_size: int) -> Tensor | None:
 
 def _moves(spec: SpecRow, pages: list[int], page_size: int) -> list[tuple[int, int, int, int]]:
     """Return (from page, offset, to page, offset) of each accepted node that must move."""
-    accepted, moves = spec.accepted, []
+    accepted = spec.accepted
+    moves = []
     assert accepted is not None
     for depth, node in enumerate(accepted.nodes):
         if node != depth:

@@ -25,7 +25,8 @@ def normalise_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Ten
     head serves Hv / Hk consecutive value heads.
     """
     repeats = num_v_heads // q.shape[1]
-    q, k = q.float(), k.float()
+    q = q.float()
+    k = k.float()
     q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5)
     k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
     return q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
@@ -73,14 +74,16 @@ def chunked(
     # state.
     sides = torch.cat([beta[..., None] * v, beta[..., None] * total.exp() * k], -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    u_free, u_state = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    u_free = solved[..., : v.shape[-1]]
+    u_state = solved[..., v.shape[-1] :]
     scores = _decayed_products(q, k, total)
     q_in = total.exp() * q
     k_out_t = (k * (total[..., -1:, :] - total).exp()).transpose(-1, -2).contiguous()
     chunk_decay = total[..., -1, :, None].exp()
 
     starts = [sum(chunk_counts[:row]) for row in range(len(chunk_counts))]
-    out, state = torch.empty_like(v), state.clone()
+    out = torch.empty_like(v)
+    state = state.clone()
     for index in range(max(chunk_counts, default=0)):
         rows = [row for row, count in enumerate(chunk_counts) if count > index]
         at = torch.tensor([starts[row] + index for row in rows])

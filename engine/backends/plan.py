@@ -202,13 +202,16 @@ def _rows_in_place(
         [sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)]
     )
     paths = torch.empty(len(positions), 0, dtype=torch.long)
-    pages, visibility = batch.page_tables, tree_visibility(batch)
+    pages = batch.page_tables
+    visibility = tree_visibility(batch)
     if visibility:
         num_in_order = ints(batch.context_lens)
         paths = torch.zeros(len(positions), max(batch.query_lens), dtype=torch.long)
-        positions, start = positions.clone(), 0
+        positions = positions.clone()
+        start = 0
         for row, visible in enumerate(visibility):
-            tokens, first = slice(start, start + len(visible)), batch.context_lens[row]
+            tokens = slice(start, start + len(visible))
+            first = batch.context_lens[row]
             stored = torch.arange(first, first + len(visible))
             slots = (
                 pages[row, stored // geometry.page_size].long() * geometry.page_size
@@ -234,7 +237,8 @@ def _rows_in_place(
 
 def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:
     """Return (row, first token, number of tokens) of the tiles, the costliest first."""
-    tiles, first_token = [], 0
+    tiles = []
+    first_token = 0
     for row, (query_len, context_len) in enumerate(
         zip(batch.query_lens, batch.context_lens, strict=True)
     ):

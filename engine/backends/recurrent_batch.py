@@ -137,7 +137,8 @@ class SnapshotRecurrent:
         """Implement `RecurrentBackend.causal_conv`."""
         out = self._backend.causal_conv(layer_id, x, weight, batch)
         for copy in self._plan(batch)[0]:
-            length, pool = weight.shape[1] - 1, pool_of(self._conv_pools, layer_id, "conv")
+            length = weight.shape[1] - 1
+            pool = pool_of(self._conv_pools, layer_id, "conv")
             if copy.num_tokens < length:
                 raise InternalError(
                     f"a snapshot {copy.num_tokens} tokens into a row, of a convolution over {length}"
@@ -159,7 +160,8 @@ class SnapshotRecurrent:
         copies, parts = self._plan(batch)
         if not copies:
             return self._backend.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
-        outs, due = [], iter(copies)
+        outs = []
+        due = iter(copies)
         for tokens, part in parts:
             outs.append(
                 self._backend.gated_delta_rule(
@@ -230,9 +232,13 @@ def batch_parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, F
     """Yield the tokens up to each cut, and those after the last one, as batches."""
     ends = [*cuts, batch.num_tokens] if cuts and cuts[-1] < batch.num_tokens else cuts
     for start, end in zip([0, *ends], ends, strict=False):
-        rows, lens, contexts, first = list[int](), list[int](), list[int](), 0
+        rows = list[int]()
+        lens = list[int]()
+        contexts = list[int]()
+        first = 0
         for row, length in enumerate(batch.query_lens):
-            begin, stop = max(first, start), min(first + length, end)
+            begin = max(first, start)
+            stop = min(first + length, end)
             if begin < stop:
                 rows.append(row)
                 lens.append(stop - begin)

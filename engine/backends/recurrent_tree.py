@@ -78,7 +78,8 @@ class TreeNodes:
         """
         known = self._histories.get(length)
         if known is None:
-            num_old, places = (self.paths[-1][0] + 1) * length, []
+            num_old = (self.paths[-1][0] + 1) * length
+            places = []
             for row, path in self.paths:
                 before = [
                     *range(row * length, (row + 1) * length),
@@ -146,7 +147,8 @@ class TreeRecurrent:
         """
         self._slots = slots
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
-        self._max_nodes, self._num_scratch = max_nodes, num_scratch
+        self._max_nodes = max_nodes
+        self._num_scratch = num_scratch
         self._conv_scratch, self._state_scratch = (
             {
                 layer_id: node_scratch(pool, num_scratch * max_nodes)
@@ -177,7 +179,8 @@ class TreeRecurrent:
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.causal_conv(layer_id, x, weight, batch)
         layout = self._layout(batch)
-        length, pool = weight.shape[1] - 1, self._conv_pools[layer_id]
+        length = weight.shape[1] - 1
+        pool = self._conv_pools[layer_id]
         if x.dtype == pool.dtype and has_kernels(x.dtype):
             return causal_conv_of_trees(
                 dense_tokens(x),
@@ -229,13 +232,18 @@ class TreeRecurrent:
         layout: TreeLayout,
     ) -> Tensor:
         q, k = normalise_heads(q, k, v.shape[1])
-        v, g, rows = v.float(), decays_of(g), layout.scratch_rows
+        v = v.float()
+        g = decays_of(g)
+        rows = layout.scratch_rows
         nodes = layout.nodes
         if nodes.by_depth is not None:
             q, k, v, g, beta, rows = (part[nodes.by_depth] for part in (q, k, v, g, beta, rows))
-        outs, states, state = [], [], self._state_pools[layer_id][layout.slots]
+        outs = []
+        states = []
+        state = self._state_pools[layer_id][layout.slots]
         for level in nodes.levels:
-            at, before = level.places, state if level.parents is None else state[level.parents]
+            at = level.places
+            before = state if level.parents is None else state[level.parents]
             out, state = recurrent_step(q[at], k[at], v[at], g[at], beta[at], before)
             outs.append(out)
             states.append(state)
@@ -332,7 +340,8 @@ def lay_out(
         InternalError: the batch has no trees, or a tree, a slot or a scratch record is out of
             range.
     """
-    info, kept = batch.spec_info, list[int]()
+    info = batch.spec_info
+    kept = list[int]()
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
     for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
@@ -343,7 +352,8 @@ def lay_out(
                 f"at most {max_nodes} are verified at once"
             )
         kept += range(first, first + len(spec.parents))
-    nodes, scratch_rows = _nodes_of(tuple(spec.parents for spec in info.rows)), longs(kept)
+    nodes = _nodes_of(tuple(spec.parents for spec in info.rows))
+    scratch_rows = longs(kept)
     parents = torch.from_numpy(nodes.parents.copy())
     rows = recurrent_rows(batch, num_slots)
     return TreeLayout(
@@ -361,9 +371,11 @@ def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
     # By depth: (token, place of its parent in the previous level).
     by_depth: dict[int, list[tuple[int, int]]] = {}
     paths: list[tuple[int, list[int]]] = []
-    parents, depths = list[int](), list[int]()
+    parents = list[int]()
+    depths = list[int]()
     for row, tree in enumerate(trees):
-        first, places = len(paths), list[int]()
+        first = len(paths)
+        places = list[int]()
         for node, (parent, depth) in enumerate(zip(tree, node_depths(tree), strict=True)):
             level = by_depth.setdefault(depth, [])
             places.append(len(level))
@@ -371,7 +383,9 @@ def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
             paths.append((row, [first + other for other in ancestors(tree, node)]))
             parents.append(first + parent if parent >= 0 else -1)
             depths.append(depth)
-    levels, width, order = [], len(trees), list[int]()
+    levels = []
+    width = len(trees)
+    order = list[int]()
     for _, nodes in sorted(by_depth.items()):
         before = [parent for _, parent in nodes]
         in_place = before == list(range(width))
@@ -391,7 +405,8 @@ def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
 
 def _node_batch(batch: ForwardBatch, layout: TreeLayout) -> ForwardBatch:
     """Return a decode batch with one row per node over the scratch rows."""
-    nodes, count = layout.nodes, len(layout.scratch_rows)
+    nodes = layout.nodes
+    count = len(layout.scratch_rows)
     positions = tuple(
         batch.context_lens[row] + depth
         for (row, _), depth in zip(nodes.paths, nodes.depths, strict=True)

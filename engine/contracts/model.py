@@ -71,7 +71,8 @@ class StageOutput:
         def parts(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
             return (None, None) if tensor is None else (tensor[:num_tokens], tensor[num_tokens:])
 
-        hidden, keys = parts(self.hidden), parts(self.selected_keys)
+        hidden = parts(self.hidden)
+        keys = parts(self.selected_keys)
         aux_hidden = (
             {layer_id: tensor[tokens] for layer_id, tensor in self.aux_hidden.items()}
             for tokens in (slice(num_tokens), slice(num_tokens, None))

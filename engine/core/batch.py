@@ -295,10 +295,8 @@ class ForwardBatch:
         for length in self.query_lens:
             starts.append(starts[-1] + length)
         tokens = [i for row in rows for i in range(starts[row], starts[row + 1])]
-        token_index, row_index = (
-            torch.tensor(tokens, dtype=torch.long),
-            torch.tensor(rows, dtype=torch.long),
-        )
+        token_index = torch.tensor(tokens, dtype=torch.long)
+        row_index = torch.tensor(rows, dtype=torch.long)
         return ForwardBatch(
             mode=self.mode,
             request_keys=tuple(self.request_keys[row] for row in rows),

@@ -40,7 +40,8 @@ class LayerRange:
 
 
 # Every sum has 8 segments (see `engine.kernels.host`), which are equal for multiples of 16 terms.
-EIGHTHS, EIGHTHS_GRID = 8, 16
+EIGHTHS = 8
+EIGHTHS_GRID = 16
 
 
 def eighth(num_terms: int) -> int:

@@ -4,9 +4,13 @@ from collections import deque
 
 from runtime.clock import Clock
 
-LIMIT_STEPS, LIMIT_FLOOR_S, LIMIT_UNKNOWN_S, LIMIT_MEMORY = 20, 60.0, 600.0, 0.999
+LIMIT_STEPS = 20
+LIMIT_FLOOR_S = 60.0
+LIMIT_UNKNOWN_S = 600.0
+LIMIT_MEMORY = 0.999
 MAX_LOOK_S = 1.0
-FACTOR, WINDOW = 8, 64
+FACTOR = 8
+WINDOW = 64
 
 
 class StepLimit:
@@ -52,7 +56,8 @@ class HangWatch:
 
     def is_over(self, busy_since_s: float | None, limit_s: float) -> bool:
         now = self._clock.now()
-        look_s, self._looked_s = min(now - self._looked_s, MAX_LOOK_S), now
+        look_s = min(now - self._looked_s, MAX_LOOK_S)
+        self._looked_s = now
         same = busy_since_s is not None and busy_since_s == self._since_s
         self._busy_s = self._busy_s + look_s if same else 0.0
         self._since_s = busy_since_s

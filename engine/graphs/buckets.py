@@ -65,7 +65,8 @@ def bucket_for(batch: ForwardBatch, buckets: Iterable[GraphBucket]) -> GraphBuck
 def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
     """Return an unmarked batch of the rows of `batch` and padding. All tensors are on the host."""
     lens = _padding_lens(batch, bucket)
-    num_tokens, num_rows = sum(lens), len(lens)
+    num_tokens = sum(lens)
+    num_rows = len(lens)
     width = max([batch.page_tables.shape[1], *lens])
     tables = F.pad(
         batch.page_tables, (0, width - batch.page_tables.shape[1], 0, num_rows), value=NULL_INDEX

@@ -46,7 +46,8 @@ class CudaCapture:
 
     def capture(self, name: str, forward: Callable[[], None]) -> Graph:
         """Implement `Capture.capture`."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._stream.device)
         try:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):

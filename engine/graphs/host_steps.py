@@ -113,8 +113,11 @@ class HostSteps:
         shape is recorded. `states` plans for `recurrent`. `observer` is called for each layer when
         it completes; for the recorded step, it is called for all layers at the end.
         """
-        self._model, self._attention, self._states = model, attention, states
-        self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
+        self._model = model
+        self._attention = attention
+        self._states = states
+        self._max_rows = max_rows
+        self._chunk_tokens = chunk_tokens
         self.observer = observer
         self._running: ForwardBatch | None = None
         self._context = ForwardContext(
@@ -124,7 +127,8 @@ class HostSteps:
         self._eager_left: dict[GraphBucket, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
         self._not_recorded: set[ForwardMode] = set()
-        self.num_recorded, self.num_replays = 0, 0
+        self.num_recorded = 0
+        self.num_replays = 0
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
         """Return the shape of a batch, planned or not, or None if it must run eagerly.
@@ -200,7 +204,9 @@ class HostSteps:
         )
         given = _handed_on(given)
         self._attention.plan(own)
-        states, results, layers = self._states.plan(own), list[StageOutput](), list[int]()
+        states = self._states.plan(own)
+        results = list[StageOutput]()
+        layers = list[int]()
         watch_lengths(own)
 
         def note_layer(layer_id: int) -> None:

@@ -59,7 +59,8 @@ class Recording:
     """The recorded work of one function."""
 
     def __init__(self, steps: Sequence[Callable[[], object]], kept: Sequence[Tensor]) -> None:
-        self._steps, self._kept = steps, kept
+        self._steps = steps
+        self._kept = kept
 
     @property
     def num_steps(self) -> int:
@@ -256,7 +257,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if self._refused:
             raise CannotRecordError(self._refused)
-        seats, team = torch.empty(self._seat_bytes, dtype=torch.uint8), Team()
+        seats = torch.empty(self._seat_bytes, dtype=torch.uint8)
+        team = Team()
         return Recording(
             [
                 Program(step, seats, team).run if isinstance(step, list) else step

@@ -222,11 +222,13 @@ class StageGraphs:
 
         Hidden states are copied, because the next replay may begin before they are sent.
         """
-        count, handed = batch.num_tokens, dict(given.aux_hidden)
+        count = batch.num_tokens
+        handed = dict(given.aux_hidden)
         for name, result in self._outputs.items():
             if isinstance(name, int):
                 handed[name] = result[:count].clone()
-        hidden, logits = self._outputs.get("hidden"), self._outputs.get("logits")
+        hidden = self._outputs.get("hidden")
+        logits = self._outputs.get("logits")
         if logits is None:
             return StageOutput(
                 hidden=None if hidden is None else hidden[:count].clone(), aux_hidden=handed

@@ -110,7 +110,8 @@ def longest_context(
     The result is a multiple of the page size or `at_most`. It is below 1 if scratch and slots do
     not fit.
     """
-    num_slots, longest = _slots(specs, num_requests + num_snapshots), at_most
+    num_slots = _slots(specs, num_requests + num_snapshots)
+    longest = at_most
     for cost in stage_costs(specs, partition, scratch):
         left = budget_bytes - num_scratch * cost.scratch_bytes - num_slots * cost.slot_bytes
         if left < 0:

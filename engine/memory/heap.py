@@ -2,7 +2,10 @@
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # constants of glibc's malloc.h
+# constants of glibc's malloc.h
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_ARENA_MAX = -8
 _LARGEST_KEPT_BYTES = 32 << 20  # the maximum that glibc accepts
 _KEPT_BYTES = 1 << 30
 

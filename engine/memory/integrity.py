@@ -52,7 +52,9 @@ def read_books(ledger: Ledger, *, live_owners: Collection[str] | None = None) ->
         shared.update(ids[: lease.num_shared])
         written.update(ids[lease.num_shared :])
         leased[lease.owner] = leased.get(lease.owner, 0) + len(ids)
-    free, kept, under_lease = ledger.free_ids(), ledger.kept_ids(), shared | written.keys()
+    free = ledger.free_ids()
+    kept = ledger.kept_ids()
+    under_lease = shared | written.keys()
     held = kept | under_lease
     faults = [*_faults(ledger, held, free, written)]
     if ledger.num_cached != len(kept - under_lease):

@@ -108,7 +108,8 @@ class CacheSpec:
         """Return the spec of one rank's part."""
         if self.split_axis is None or rank.size == 1:
             return self
-        shape, parts = list(self.record_shape), self.parts(rank)
+        shape = list(self.record_shape)
+        parts = self.parts(rank)
         shape[self.split_axis] = sum(map(len, parts))
         return replace(self, record_shape=tuple(shape), blocks=tuple(map(len, parts)))
 
@@ -161,16 +162,20 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
     first = dest.rank * source.size // dest.size
     if spec.split_axis is None:
         return None if source.rank == first else ()
-    own, wanted = spec.parts(source), spec.parts(dest)
+    own = spec.parts(source)
+    wanted = spec.parts(dest)
     if any(spec.parts(TensorRank(rank, source.size)) == own for rank in range(first, source.rank)):
         return ()
     if own == wanted:
         return None
     inner = math.prod(spec.record_shape[spec.split_axis + 1 :]) * spec.item_bytes
-    found, source_at, dest_at = list[Stretch](), 0, 0
+    found = list[Stretch]()
+    source_at = 0
+    dest_at = 0
     for _ in range(math.prod(spec.record_shape[: spec.split_axis])):
         for given, taken in zip(own, wanted, strict=True):
-            start, stop = max(given.start, taken.start), min(given.stop, taken.stop)
+            start = max(given.start, taken.start)
+            stop = min(given.stop, taken.stop)
             if start < stop:
                 found.append(
                     Stretch(
@@ -179,7 +184,8 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
                         (stop - start) * inner,
                     )
                 )
-            source_at, dest_at = source_at + len(given), dest_at + len(taken)
+            source_at = source_at + len(given)
+            dest_at = dest_at + len(taken)
     return tuple(found)
 
 

@@ -133,7 +133,9 @@ class Ledger:
 
     def give_back(self, ids: Iterable[int]) -> None:
         """Remove one lease from each of the ids."""
-        holders, kept, free = self._holders, self._kept, list[int]()
+        holders = self._holders
+        kept = self._kept
+        free = list[int]()
         for item in ids:
             left = holders[item] - 1
             if left:
@@ -159,7 +161,8 @@ class Ledger:
         Raises:
             InternalError: an id is kept already, or has no lease.
         """
-        holders, kept = self._holders, self._kept
+        holders = self._holders
+        kept = self._kept
         for item in ids:
             if item not in holders or kept[item]:
                 raise InternalError(

@@ -33,7 +33,8 @@ from runtime.errors import IntegrityError, InternalError
 
 _HEADER = struct.Struct("<4sBBBxHxxIQ")
 _ENTRY = struct.Struct("<BBxx3I")
-_MAGIC, SCHEMA = b"BATN", 12
+_MAGIC = b"BATN"
+SCHEMA = 12
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _ALIGNMENT = 64
 _MAX_DIMS = 3
@@ -111,7 +112,8 @@ def write(route: TensorRoute, packet: Packet, head_bytes: int = 0) -> bytearray:
             len(spec.shape),
             *extents,
         )
-    view, at = memoryview(frame), run
+    view = memoryview(frame)
+    at = run
     view[start:end] = packet.record
     for tensor, spec in (
         zip(packet.tensors, specs, strict=True) if route is TensorRoute.WITHIN else ()
@@ -165,7 +167,8 @@ def fill(run: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def cut(run: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
     """Return the tensors in a run, as views."""
-    tensors, at = [], 0
+    tensors = []
+    at = 0
     for spec in specs:
         end = at + spec.num_bytes
         # Usually there is one tensor without padding, which needs no slice.

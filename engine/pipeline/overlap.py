@@ -51,7 +51,9 @@ class Overlap:
 
         If a half fails, the other half ends too, and the first error is raised.
         """
-        self._is_over, self._error, self._has_turn = [False, False], None, 0
+        self._is_over = [False, False]
+        self._error = None
+        self._has_turn = 0
         later = self._threads.submit(self._run_half, 1, second)
         try:
             before = self._run_half(0, first)

@@ -263,9 +263,11 @@ class StageRanks:
         self, members: range, shares: Sequence[Tensor], *, first_number: int = 0
     ) -> list[Tensor]:
         """Swap shares among `members`, ranks of the stage; see `_exchange`."""
-        number, own = self._begin(first_number), shares[members.index(self.own.rank)]
+        number = self._begin(first_number)
+        own = shares[members.index(self.own.rank)]
         parts = [own if rank == self.own.rank else torch.empty_like(own) for rank in members]
-        outgoing, coming = list[_Outgoing](), list[_Coming]()
+        outgoing = list[_Outgoing]()
+        coming = list[_Coming]()
         for rank, share, part in zip(members, shares, parts, strict=True):
             if rank != self.own.rank:
                 outgoing.append(([self._first + rank], _bytes_of(share)))
@@ -277,8 +279,10 @@ class StageRanks:
         self, members: range, rows: Tensor, counts: Sequence[int], *, first_number: int = 0
     ) -> None:
         """Complete rows among `members`, ranks of the stage; see `_exchange`."""
-        number, shares = self._begin(first_number), torch.split(rows, list(counts))
-        others, coming = list[int](), list[_Coming]()
+        number = self._begin(first_number)
+        shares = torch.split(rows, list(counts))
+        others = list[int]()
+        coming = list[_Coming]()
         for rank, share in zip(members, shares, strict=True):
             if rank != self.own.rank:
                 others.append(self._first + rank)
@@ -287,17 +291,16 @@ class StageRanks:
 
     def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
         """Implement `RanksOfStage.collect`."""
-        number, size, shares = (
-            self._begin(0),
-            self.own.attention.size,
-            torch.split(part, list(counts)),
-        )
+        number = self._begin(0)
+        size = self.own.attention.size
+        shares = torch.split(part, list(counts))
         outgoing = [
             ([self._first + place * size], _bytes_of(share))
             for place, share in enumerate(shares)
             if place * size != self.own.rank
         ]
-        own, is_first = shares[self.own.data_rank], self.own.attention.rank == 0
+        own = shares[self.own.data_rank]
+        is_first = self.own.attention.rank == 0
         parts = (
             [
                 own if rank == self.own.rank else own.new_empty(len(own), width)
@@ -322,7 +325,8 @@ class StageRanks:
         self._check_counts(counts, len(rows))
         size = self.own.attention.size
         each = [rows_per_rank(count, size) for count in counts]
-        own, start = each[self.own.data_rank], self.own.attention.rank * each[self.own.data_rank]
+        own = each[self.own.data_rank]
+        start = self.own.attention.rank * each[self.own.data_rank]
         padding = rows.new_zeros(own * size - len(rows), *rows.shape[1:])
         every = self.gather(
             torch.cat([rows, padding])[start : start + own],
@@ -360,10 +364,13 @@ class StageRanks:
         number = self._begin(first_number)
         counts = [len(own)] * len(members) if counts is None else counts
         result = own.new_empty(sum(counts), *own.shape[1:])
-        memory, row_bytes, end = _bytes_of(result), own.itemsize * math.prod(own.shape[1:]), 0
+        memory = _bytes_of(result)
+        row_bytes = own.itemsize * math.prod(own.shape[1:])
+        end = 0
         coming = list[_Coming]()
         for rank, count in zip(members, counts, strict=True):
-            start, end = end, end + count * row_bytes
+            start = end
+            end = end + count * row_bytes
             if rank == self.own.rank:
                 memory[start:end] = _bytes_of(own)
             else:
@@ -385,7 +392,8 @@ class StageRanks:
     def _move(self, outgoing: Sequence[_Outgoing], coming: Sequence[_Coming], number: int) -> None:
         """Send bytes to ranks and receive those of others into their places, piece by piece."""
         assert self._parts is not None, "checked before"
-        at_once, deadline_s = self._parts.max_bytes, time.monotonic() + self._wait_s
+        at_once = self._parts.max_bytes
+        deadline_s = time.monotonic() + self._wait_s
         longest = max((len(data) for _, data in (*outgoing, *coming)), default=0)
         for start in range(0, max(1, longest), at_once):
             for ranks, data in outgoing:

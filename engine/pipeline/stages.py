@@ -291,7 +291,8 @@ class _Results:
         """Implement `Pipeline.collect`."""
         if not self._due:
             return None
-        deadline_s, (sequence, step) = time.monotonic() + timeout_s, self._due[0]
+        deadline_s = time.monotonic() + timeout_s
+        (sequence, step) = self._due[0]
         for data_rank, batch in enumerate(step):
             while batch is not None and data_rank not in self._came:
                 result = self._receive(

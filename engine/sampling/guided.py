@@ -137,7 +137,9 @@ class GuidedSampler:
                 kept.forget()
             kept = self._kept[output.key] = _Kept(output)
             self._open(kept, output)
-        kept.base, kept.share, kept.job = output, share, None
+        kept.base = output
+        kept.share = share
+        kept.job = None
         if kept.text is not None:
             try:
                 kept.job = kept.text.ask(output.kept, output.token_ids, *tree, share=share)
@@ -148,15 +150,11 @@ class GuidedSampler:
     def _open(self, kept: _Kept, output: OutputRow) -> None:
         opening = output.opening
         if opening is None:
-            kept.problem, kept.cause = (
-                "the last stage does not know the output of this request",
-                ProblemCause.DEFECT,
-            )
+            kept.problem = "the last stage does not know the output of this request"
+            kept.cause = ProblemCause.DEFECT
         elif opening.grammar is not None and self._grammars is None:
-            kept.problem, kept.cause = (
-                "a row carries a grammar, but the model has no tokenizer",
-                ProblemCause.DEFECT,
-            )
+            kept.problem = "a row carries a grammar, but the model has no tokenizer"
+            kept.cause = ProblemCause.DEFECT
         elif opening.grammar is not None and self._grammars is not None:
             kept.text = self._grammars.open(opening.grammar)
 
@@ -182,7 +180,8 @@ class GuidedSampler:
         except InvalidRequestError as error:
             kept.problem = error.violations[0].description
         except StalledError as error:
-            kept.problem, kept.cause = str(error), ProblemCause.BUSY
+            kept.problem = str(error)
+            kept.cause = ProblemCause.BUSY
         return _Drawing(problem=kept.problem, cause=kept.cause)
 
     def _count(self, kept: _Kept, output: OutputRow) -> TokenCounts:
@@ -209,11 +208,13 @@ class GuidedSampler:
         """
         if not text.is_ready:
             raise StalledError("the process of a grammar has ended and must be restarted")
-        job, path = kept.job, output.token_ids[len(kept.base.token_ids) :]
+        job = kept.job
+        path = output.token_ids[len(kept.base.token_ids) :]
         if job is not None:
             self._wait(job, text)
         if job is None or path not in job.masks:
-            job, path = text.ask(output.kept, output.token_ids, share=kept.share), ()
+            job = text.ask(output.kept, output.token_ids, share=kept.share)
+            path = ()
             self._wait(job, text)
         return unpacked(job.masks[path], self._vocab_size)
 
@@ -249,7 +250,9 @@ def _trees(batch: ForwardBatch) -> list[Tree]:
     """
     if batch.mode is not ForwardMode.VERIFY or not isinstance(batch.spec_info, SpecInfo):
         return [_NO_TREE] * batch.num_rows
-    tokens, start, trees = batch.spec_info.token_ids.tolist(), 0, []
+    tokens = batch.spec_info.token_ids.tolist()
+    start = 0
+    trees = []
     for row, length in zip(batch.spec_info.rows, batch.query_lens, strict=True):
         trees.append((tuple(tokens[start : start + length]), row.parents))
         start += length

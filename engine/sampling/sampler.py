@@ -102,7 +102,8 @@ def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None
     every token of prompt or output (Keskar et al., 2019). The frequency penalty is subtracted per
     occurrence in the output, the presence penalty once.
     """
-    params, result = row.params, logits.copy()
+    params = row.params
+    result = logits.copy()
     if params.needs_history and row.output is not None:
         counts = counts_of(row.output, len(logits)) if counts is None else counts
         seen = counts.seen
@@ -189,7 +190,8 @@ def sample(
     # One copy to the host: filters and the random number then run there for every device, so all
     # devices sample the same tokens from the same logits.
     host = logits.detach().cpu().contiguous()
-    masks, known = allowed or [None] * len(rows), counts or [None] * len(rows)
+    masks = allowed or [None] * len(rows)
+    known = counts or [None] * len(rows)
     changed = [
         index for index, row in enumerate(rows) if changes_logits(row) or masks[index] is not None
     ]
@@ -260,10 +262,8 @@ def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
     """
     if logits.device == HOST and logits.dtype is torch.float32 and logits.is_contiguous():
         ids = largest_of_rows(logits, _TEAM)
-        largest_values, token_ids = (
-            logits.numpy()[np.arange(len(ids)), ids.numpy()].tolist(),
-            ids.tolist(),
-        )
+        largest_values = logits.numpy()[np.arange(len(ids)), ids.numpy()].tolist()
+        token_ids = ids.tolist()
     else:
         values, ids = logits.max(dim=-1)
         largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
@@ -361,7 +361,8 @@ def _scores(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Scores:
 
 def _spans(batch: ForwardBatch) -> list[tuple[int, int, int, bool]]:
     """Return per row (first token, end, number of scored tokens, whether it samples)."""
-    spans, start = [], 0
+    spans = []
+    start = 0
     scoring = batch.scoring or (None,) * batch.num_rows
     for length, sampling, scored in zip(batch.query_lens, batch.sampling, scoring, strict=True):
         num_scored = 0 if scored is None else len(scored.next_token_ids)

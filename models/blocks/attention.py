@@ -110,9 +110,11 @@ class AttentionSpec:
     def cache_specs(
         self, *, layer_id: int, page_size: int, dtype: torch.dtype
     ) -> tuple[CacheSpec, ...]:
-        kind, pages = CacheKind.KV, tuple[int, ...]()
+        kind = CacheKind.KV
+        pages = tuple[int, ...]()
         if self.window is not None:
-            kind, pages = CacheKind.WINDOW, (1 + -(-self.window // page_size),)
+            kind = CacheKind.WINDOW
+            pages = (1 + -(-self.window // page_size),)
         shape = (*pages, 2, self.num_kv_heads, page_size, self.head_dim)
         return (
             CacheSpec(
@@ -144,7 +146,8 @@ def read_attention(
     Raises:
         ConfigError: a field is missing, or the kv heads do not divide the heads.
     """
-    hidden_size, num_heads = raw.integer("hidden_size"), raw.integer("num_attention_heads")
+    hidden_size = raw.integer("hidden_size")
+    num_heads = raw.integer("num_attention_heads")
     num_kv_heads = raw.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise raw.fail(
@@ -172,7 +175,8 @@ class Attention:
         self._spec = spec
         self._layer_id = layer_id
         self._num_heads, self._num_kv_heads = len(spec.heads), len(spec.kv_heads)
-        queries, keys = spec.heads.times(spec.head_dim), spec.kv_heads.times(spec.head_dim)
+        queries = spec.heads.times(spec.head_dim)
+        keys = spec.kv_heads.times(spec.head_dim)
         self._widths = [
             len(queries) + len(keys),
             0 if spec.keys_are_values else len(keys),
@@ -235,7 +239,8 @@ class Attention:
         if self._value_norm is not None:
             value = self._value_norm.forward(value)
         heads = self._normed_and_rotated(heads, stage_pass)
-        query, key = heads[:, : self._num_heads], heads[:, self._num_heads :]
+        query = heads[:, : self._num_heads]
+        key = heads[:, self._num_heads :]
         out = (
             stage_pass.paged_attention()
             .run(self._layer_id, query, key, value, stage_pass.batch)
@@ -245,7 +250,8 @@ class Attention:
 
     def _normed_and_rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
         """Normalize and rotate the heads of q and k, [T, heads, head_dim]."""
-        norm, rotation = self._head_norm, self._spec.rotation
+        norm = self._head_norm
+        rotation = self._spec.rotation
         if rotation is Rotation.NONE:
             return heads if norm is None else norm.forward(heads)
         table = stage_pass.rotary_table(is_window=self._spec.window is not None)

@@ -131,10 +131,8 @@ def read_gated_delta_net(
     Raises:
         ConfigError: the key heads do not divide the value heads.
     """
-    key_heads, value_heads = (
-        raw.integer("linear_num_key_heads"),
-        raw.integer("linear_num_value_heads"),
-    )
+    key_heads = raw.integer("linear_num_key_heads")
+    value_heads = raw.integer("linear_num_value_heads")
     if value_heads % key_heads:
         raise raw.fail(
             "linear_num_key_heads", f"{key_heads} must divide linear_num_value_heads {value_heads}"
@@ -162,7 +160,8 @@ class GatedDeltaNet:
         self._spec = spec
         self._layer_id = layer_id
         heads = spec.value_heads
-        keys, values = spec.key_heads.times(spec.key_head_dim), heads.times(spec.value_head_dim)
+        keys = spec.key_heads.times(spec.key_head_dim)
+        values = heads.times(spec.value_head_dim)
         channels = list[Part]()
         for part in (keys, keys, values):
             before = sum(spec.conv_blocks[: len(channels)])
@@ -240,12 +239,11 @@ def delta_heads(
     `mixed` is [T, C], their q, k and v; `conv` is [C, kernel]. `g` and `beta` are as in
     `RecurrentBackend.gated_delta_rule`. Return [T, value heads, value_head_dim] fp32.
     """
-    batch, recurrent = stage_pass.batch, stage_pass.context.recurrent
+    batch = stage_pass.batch
+    recurrent = stage_pass.context.recurrent
     mixed = recurrent.causal_conv(layer_id, mixed, conv, batch)
-    keys, values = (
-        (len(spec.key_heads), spec.key_head_dim),
-        (len(spec.value_heads), spec.value_head_dim),
-    )
+    keys = (len(spec.key_heads), spec.key_head_dim)
+    values = (len(spec.value_heads), spec.value_head_dim)
     shapes = (keys, keys, values)
     parts = torch.split(mixed, [heads * width for heads, width in shapes], dim=-1)
     query, key, value = (

@@ -32,7 +32,8 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
 
 
 def read_kimi_delta(raw: RawConfig, *, norm_eps: float) -> KimiDeltaSpec:
-    heads, head_dim = raw.integer("linear_num_heads"), raw.integer("linear_head_dim")
+    heads = raw.integer("linear_num_heads")
+    head_dim = raw.integer("linear_head_dim")
     return KimiDeltaSpec(
         hidden_size=raw.integer("hidden_size"),
         num_key_heads=heads,
@@ -52,9 +53,13 @@ class KimiDelta:
     """
 
     def __init__(self, *, spec: KimiDeltaSpec, weights: Weights, layer_id: int) -> None:
-        self._spec, self._layer_id = spec, layer_id
-        hidden, head_dim, heads = spec.hidden_size, spec.value_head_dim, spec.value_heads
-        channels, exact = heads.times(head_dim), weights.whole()
+        self._spec = spec
+        self._layer_id = layer_id
+        hidden = spec.hidden_size
+        head_dim = spec.value_head_dim
+        heads = spec.value_heads
+        channels = heads.times(head_dim)
+        exact = weights.whole()
         self._input_widths = [3 * len(channels), head_dim]
         self._input = weights.linear(
             "q_proj",

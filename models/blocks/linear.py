@@ -58,7 +58,8 @@ class Linear:
                 weight, bias, Team(), in_bytes=in_bytes, row_scales=row_scales
             )
         else:
-            self._weight, self._bias = weight.contiguous(), bias
+            self._weight = weight.contiguous()
+            self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for x [T, in] in the weight's dtype."""
@@ -207,7 +208,9 @@ class GatedLinear:
     def __init__(
         self, gate: Linear, up: Linear, *, activation: Activation = Activation.SILU
     ) -> None:
-        self.gate, self.up, self._activation = gate, up, activation
+        self.gate = gate
+        self.up = up
+        self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for x [T, in] in the weights' dtype."""

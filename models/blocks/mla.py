@@ -128,7 +128,8 @@ def read_mla(
     query_rank = raw.integer("q_lora_rank") if indexer is not None or "q_lora_rank" in raw else 0
     if not query_rank:
         raw.require("attention_bias", only=False, default=False)
-    nope_dim, rope_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
+    nope_dim = raw.integer("qk_nope_head_dim")
+    rope_dim = raw.integer("qk_rope_head_dim")
     return MlaSpec(
         hidden_size=raw.integer("hidden_size"),
         num_heads=raw.integer("num_attention_heads"),
@@ -161,7 +162,8 @@ class Mla:
     def __init__(self, *, spec: MlaSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
-        hidden, heads = spec.hidden_size, spec.heads
+        hidden = spec.hidden_size
+        heads = spec.heads
         queries = heads.times(spec.nope_dim + spec.rope_dim)
         first: tuple[str, Rows] = (
             ("q_a_proj", spec.query_rank) if spec.query_rank else ("q_proj", queries)
@@ -208,13 +210,12 @@ class Mla:
             query_latent = query_norm.forward(query_latent)
             query = project(query_latent)
         query = query.view(-1, len(spec.heads), spec.nope_dim + spec.rope_dim)
-        query_nope, query_rope = query[..., : spec.nope_dim], query[..., spec.nope_dim :]
+        query_nope = query[..., : spec.nope_dim]
+        query_rope = query[..., spec.nope_dim :]
         if spec.is_rotated:
             rotary = stage_pass.rotary_table()
-            query_rope, key_rope = (
-                rotary.rotate_pairs(query_rope),
-                rotary.rotate_pairs(key_rope[:, None])[:, 0],
-            )
+            query_rope = rotary.rotate_pairs(query_rope)
+            key_rope = rotary.rotate_pairs(key_rope[:, None])[:, 0]
         entries = torch.cat([self._latent_norm.forward(latent), key_rope], dim=-1)
         query = torch.cat([self._to_latent(query_nope), query_rope], dim=-1)
         selected = self._selection(x, query_latent, stage_pass)

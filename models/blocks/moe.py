@@ -232,9 +232,11 @@ class Moe:
         is_sigmoid = isinstance(spec.routing, SigmoidRouting)
         self._is_gated = isinstance(spec.routing, SoftmaxRouting) and spec.shared_width > 0
         self._router_dtype = torch.float32 if is_sigmoid else None
-        names, rows = ["gate"], [spec.num_experts]
+        names = ["gate"]
+        rows = [spec.num_experts]
         if self._is_gated:
-            names, rows = [*names, "shared_expert_gate"], [*rows, 1]
+            names = [*names, "shared_expert_gate"]
+            rows = [*rows, 1]
         self._router = weights.whole().linear(
             *names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype
         )
@@ -255,7 +257,8 @@ class Moe:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, hidden] for x [T, hidden]."""
-        routing, num_chosen = self._spec.routing, self._spec.num_chosen
+        routing = self._spec.routing
+        num_chosen = self._spec.num_chosen
         logits = self._router(x if self._router_dtype is None else x.to(self._router_dtype))
         scores = logits[:, : self._spec.num_experts]
         if isinstance(routing, SigmoidRouting):
@@ -283,11 +286,15 @@ class _Experts:
     """
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
-        self._num_experts, self._num_chosen = spec.num_experts, spec.num_chosen
+        self._num_experts = spec.num_experts
+        self._num_chosen = spec.num_chosen
         self._weighs_inputs = isinstance(spec.routing, InputRouting)
-        self._own, self._shares, self._ranks = spec.experts, spec.shares, weights.ranks
+        self._own = spec.experts
+        self._shares = spec.shares
+        self._ranks = weights.ranks
         self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
-        width, hidden = spec.expert_width, spec.hidden_size
+        width = spec.expert_width
+        hidden = spec.hidden_size
         own = range(self._own.start, self._own.stop)
         others = [index for index in range(spec.num_experts) if index not in own]
         if weights.has("gate_up_proj"):
@@ -334,7 +341,8 @@ class _Experts:
         results = self._results(
             x, by_expert // self._num_chosen, gains, counts.tolist(), ids, homes
         ).float()
-        weights, ids = weights[homes.own], ids[homes.own]
+        weights = weights[homes.own]
+        ids = ids[homes.own]
         by_expert = by_expert if homes.counts is None else ids.flatten().argsort(stable=True)
         if not self._weighs_inputs:
             results *= weights.flatten()[by_expert, None]

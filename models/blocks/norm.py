@@ -36,7 +36,8 @@ class RmsNorm:
     """A root-mean-square norm over the last axis of x [T, D] or [T, heads, D]."""
 
     def __init__(self, *, weight: Tensor, spec: NormSpec) -> None:
-        self._spec, self._is_wide = spec, spec.zero_centred or spec.rounds_last
+        self._spec = spec
+        self._is_wide = spec.zero_centred or spec.rounds_last
         wide = weight.float() if self._is_wide else weight
         self._weight = (1.0 + wide if spec.zero_centred else wide).contiguous()
         self._team = Team()
@@ -105,10 +106,8 @@ class RmsNorm:
         A step of few rows mostly waits for kernels.
         """
         # A weight of two dimensions has one row per head.
-        wide, own = (
-            x.float() if self._is_wide else x,
-            self._weight.dim() > 1,
-        )
+        wide = x.float() if self._is_wide else x
+        own = self._weight.dim() > 1
         normed = F.rms_norm(wide, x.shape[-1:], None if own else self._weight, self._spec.eps)
         return (normed * self._weight if own else normed).to(x.dtype)
 

@@ -159,7 +159,8 @@ def _yarn_amplitude(params: RawConfig, factor: float) -> float:
     if "attention_factor" in params:
         return params.number("attention_factor")
     if "mscale" in params and "mscale_all_dim" in params:
-        mscale, all_dim = params.number("mscale"), params.number("mscale_all_dim")
+        mscale = params.number("mscale")
+        all_dim = params.number("mscale_all_dim")
         return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return yarn_mscale(factor)
 
@@ -207,10 +208,13 @@ def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
             / (2 * math.log(spec.theta))
         )
 
-    low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+    low = pair_of(spec.beta_fast)
+    high = pair_of(spec.beta_slow)
     if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, spec.dim - 1)
     ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (
         high - low if high != low else 1e-3
     )

@@ -34,7 +34,9 @@ class Eagle1:
         Raises:
             ConfigError: the variant is not implemented, or the draft belongs to another target.
         """
-        raw, weights, target = files.raw, files.weights, files.target
+        raw = files.raw
+        weights = files.weights
+        target = files.target
         (self._last_layer,) = capture_layers(raw, target)
         self._dtype = getattr(torch, dtype_name(raw))
         hidden = raw.integer("hidden_size")

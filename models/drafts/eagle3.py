@@ -45,15 +45,16 @@ class Eagle3:
         Raises:
             ConfigError: the variant is not implemented, or the draft belongs to another target.
         """
-        raw, weights, target = files.raw, files.weights, files.target
+        raw = files.raw
+        weights = files.weights
+        target = files.target
         _check_variant(raw, target.facts.hidden_size, target.facts.vocab_size)
         self._layer_ids = aux_layer_ids(raw, target.facts.num_layers)
         self._dtype = getattr(torch, dtype_name(raw))
-        hidden, norm = raw.integer("hidden_size"), read_norm(raw)
-        target_vocab, self._vocab_size = (
-            target.facts.vocab_size,
-            raw.integer("draft_vocab_size", target.facts.vocab_size),
-        )
+        hidden = raw.integer("hidden_size")
+        norm = read_norm(raw)
+        target_vocab = target.facts.vocab_size
+        self._vocab_size = raw.integer("draft_vocab_size", target.facts.vocab_size)
         self._spec = read_attention(raw)
         self._rotary = Rotary(
             spec=read_rope(raw, head_dim=self._spec.head_dim),
@@ -142,11 +143,10 @@ class _Attention:
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         heads = self._qkv(x).view(len(x), -1, self._spec.head_dim)
         turning = self._spec.num_heads + self._spec.num_kv_heads
-        rotated, value = (
-            stage_pass.rotary_table().rotate_halves(heads[:, :turning]),
-            heads[:, turning:],
-        )
-        query, key = rotated[:, : self._spec.num_heads], rotated[:, self._spec.num_heads :]
+        rotated = stage_pass.rotary_table().rotate_halves(heads[:, :turning])
+        value = heads[:, turning:]
+        query = rotated[:, : self._spec.num_heads]
+        key = rotated[:, self._spec.num_heads :]
         heads = stage_pass.paged_attention().run(0, query, key, value, stage_pass.batch)
         return self._output(heads.reshape(len(x), -1))
 

@@ -70,7 +70,8 @@ class ReadingAttention:
         own = spec.attention
         assert own.qk_norm is not None, "as read by the family"
         width = own.heads.times(own.head_dim)
-        self._spec, self._layer_id = own, spec.target_layer
+        self._spec = own
+        self._layer_id = spec.target_layer
         self._queries = weights.linear("q_proj", rows=(width,), in_features=own.hidden_size)
         self._norm = own.qk_norm.build(weights, "q_norm", own.head_dim)
         self._output = weights.summed("o_proj", rows=own.hidden_size, terms=width)
@@ -90,9 +91,13 @@ class Gemma4Assistant:
     """A `FrozenModel`."""
 
     def __init__(self, files: DraftFiles) -> None:
-        weights, target, spec = files.weights, files.target, _spec(files.raw, files.target)
-        width, self._dtype = target.facts.hidden_size, getattr(torch, target.facts.dtype)
-        self._spec, self._last_layer = spec, target.facts.num_layers - 1
+        weights = files.weights
+        target = files.target
+        spec = _spec(files.raw, files.target)
+        width = target.facts.hidden_size
+        self._dtype = getattr(torch, target.facts.dtype)
+        self._spec = spec
+        self._last_layer = target.facts.num_layers - 1
         self._embedding_scale = torch.tensor(target.spec.embedding_scale, dtype=self._dtype).item()
         self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, width)
         self._target_norm = target.spec.norm.build(weights, "target_norm", width)
@@ -135,10 +140,8 @@ class Gemma4Assistant:
         """Implement `FrozenModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = embed(batch.token_ids, self._embedding) * self._embedding_scale
-        x, stage_pass = (
-            self._before(torch.cat([embedded, hidden], -1)),
-            StagePass(batch=batch, context=context),
-        )
+        x = self._before(torch.cat([embedded, hidden], -1))
+        stage_pass = StagePass(batch=batch, context=context)
         for layer in self._layers:
             x = layer.forward(x, stage_pass)
         return self._norm.forward(x)

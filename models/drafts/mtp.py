@@ -39,8 +39,10 @@ class MtpShared:
     """The parts that a draft's layers share: embedding, final norm and head of the target, rope."""
 
     def __init__(self, files: DraftFiles) -> None:
-        weights, target = files.weights, files.target
-        self.vocab_size, hidden = target.facts.vocab_size, target.facts.hidden_size
+        weights = files.weights
+        target = files.target
+        self.vocab_size = target.facts.vocab_size
+        hidden = target.facts.hidden_size
         self.rotary = Rotary.of(
             target.spec.rope, dtype=getattr(torch, target.facts.dtype), device=weights.device
         )
@@ -61,12 +63,14 @@ class Mtp:
         names: MtpNames,
         layer_id: int = 0,
     ) -> None:
-        weights, target = files.weights, files.target
+        weights = files.weights
+        target = files.target
         self._last_layer = target.facts.num_layers - 1
         self._mixer = layer.mixer
         self._layer_id = layer_id
         self._dtype = getattr(torch, target.facts.dtype)
-        hidden, norm = target.facts.hidden_size, target.spec.norm
+        hidden = target.facts.hidden_size
+        norm = target.spec.norm
         self._shared = shared
         self._embedding_norm = norm.build(weights, names.embedding_norm, hidden)
         self._hidden_norm = norm.build(weights, names.hidden_norm, hidden)

@@ -38,7 +38,8 @@ ARCHITECTURES = tuple(
 
 def build(*, files: DraftFiles) -> tuple[Mtp, ...]:
     """Return the layers in the order of their steps."""
-    layer, shared = _layer_spec(files.target), MtpShared(files)
+    layer = _layer_spec(files.target)
+    shared = MtpShared(files)
     return tuple(
         Mtp(files=files, shared=shared, layer=layer, names=_names(layer_id), layer_id=layer_id)
         for layer_id in range(num_layers(files.raw))
@@ -67,8 +68,10 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     """
     num_layers(raw)
     check_target(raw, target)
-    described, expected = read_decoder(target.facts.architecture, raw), target.spec
-    theirs, ours = described.draft_layer, _layer_spec(target)
+    described = read_decoder(target.facts.architecture, raw)
+    expected = target.spec
+    theirs = described.draft_layer
+    ours = _layer_spec(target)
     assert theirs is not None, "a config that the target's family reads describes a draft layer too"
     parts = {
         "rope": (described.rope, expected.rope),
@@ -86,7 +89,8 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
 
 
 def cache_specs(raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
-    mixer, dtype = _layer_spec(target).mixer, getattr(torch, target.facts.dtype)
+    mixer = _layer_spec(target).mixer
+    dtype = getattr(torch, target.facts.dtype)
     return tuple(
         spec
         for layer_id in range(num_layers(raw))
@@ -103,7 +107,8 @@ def num_shared_keys(raw: RawConfig, target: ModelDescription) -> int:
 
 def own_name(raw: RawConfig, key: str) -> str | None:
     """Return the draft's name of a tensor. The draft counts its own layers from 0."""
-    found, count = _KEY.fullmatch(key), num_layers(raw)
+    found = _KEY.fullmatch(key)
+    count = num_layers(raw)
     first = 0 if architecture_of(raw).endswith(_ALONE) else raw.integer("num_hidden_layers")
     if found is None or found[2].startswith(_COPIES) or not 0 <= int(found[1]) - first < count:
         return None

@@ -51,7 +51,8 @@ from transfer.plan import codec
 from transfer.transport.forming import Forming
 
 # Seconds between two tries; the longer pauses are for a leader that refuses.
-REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0
+REJOIN_MIN_S = 0.1
+REJOIN_MAX_S = 2.0
 # Seconds between two checks for the leader; a reachable leader delays nothing longer.
 RECONNECT_S = 0.25
 ANSWER_S = 4.0  # seconds for a reachable leader to respond
@@ -213,7 +214,8 @@ class Follower:
             DeadlineError: a step or transfer from before may still touch the stage's memory. Only
                 the end of the process can stop it.
         """
-        events, delay = asyncio.get_running_loop(), REJOIN_MIN_S
+        events = asyncio.get_running_loop()
+        delay = REJOIN_MIN_S
         self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
         self._engine.on_connected = lambda forming: events.call_soon_threadsafe(
             self._report_ready, forming
@@ -324,14 +326,17 @@ class Follower:
 
     async def _check_grammar(self, command: pb.CheckGrammar) -> None:
         """Compile a grammar; send the result if the stream of the asking leader is still open."""
-        stream, answer = self._reports.stream, pb.GrammarChecked(check_id=command.check_id)
-        grammar, grammars = grammar_from_proto(command.grammar), self._stage.grammars
+        stream = self._reports.stream
+        answer = pb.GrammarChecked(check_id=command.check_id)
+        grammar = grammar_from_proto(command.grammar)
+        grammars = self._stage.grammars
         try:
             if grammars is None or grammar is None:
                 raise InvalidRequestError(FieldViolation("structured_output", NO_GRAMMARS))
             await grammars.check(grammar)
         except InvalidRequestError as error:
-            answer.problem, answer.refused = error.violations[0].description, True
+            answer.problem = error.violations[0].description
+            answer.refused = True
         except BatonError as error:
             answer.problem = str(error)
         if stream is not None:

@@ -221,7 +221,8 @@ class StageGroup:
     async def _check_at(self, link: StageLink, grammar: Grammar) -> None:
         if link not in self._links:  # lost before there was a check that could fail with it
             raise UnavailableError("the stage that compiles grammars was lost")
-        check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
+        check_id = next(self._check_ids)
+        checked = asyncio.get_running_loop().create_future()
         self._checks[check_id] = grammar, checked
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):

@@ -39,8 +39,10 @@ from transfer.transport.refusals import RefusalReason, Refusals
 from transfer.ucx.spin import SpinThenSleep
 
 MAX_PIECE_BYTES = 1 << 20
-FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
-_BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+FIRST_NAP_S = 50e-6
+LONGEST_NAP_S = 2e-3
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
 _TOKEN_BYTES = 16
 _LINE = 64  # bytes of a cache line: counters of different writers do not share one
 _LABEL = struct.Struct("<6Q")
@@ -153,8 +155,11 @@ class PartMemory:
         `check` raises PeerLostError for a lost rank. `on_sent` is called with the bytes of each
         sent piece, `on_refused` with the reason for each rejected one.
         """
-        self._rank, self.size, self.first = rank, size, rank // size * size
-        self._check, self._on_sent = check, on_sent
+        self._rank = rank
+        self.size = size
+        self.first = rank // size * size
+        self._check = check
+        self._on_sent = on_sent
         self._refusals = Refusals("parts between ranks", on_refused)
         self._descriptor = os.memfd_create("baton-parts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._descriptor, 0o600)
@@ -183,7 +188,9 @@ class PartMemory:
         Raises:
             PeerLostError: the memory of a rank cannot be opened.
         """
-        self._session, self._sequence, self._is_abandoned = forming.session, 0, False
+        self._session = forming.session
+        self._sequence = 0
+        self._is_abandoned = False
         others = [rank for rank in range(self.first, self.first + self.size) if rank != self._rank]
         self._sends = {rank: Direction(forming, _PURPOSE, self._rank, rank) for rank in others}
         self._receives = {rank: Direction(forming, _PURPOSE, rank, self._rank) for rank in others}
@@ -211,7 +218,8 @@ class PartMemory:
         """
         deadline_s = time.monotonic() + timeout_s
         for rank in ranks:
-            lane, direction = self._to[rank][1], self._sends[rank]
+            lane = self._to[rank][1]
+            direction = self._sends[rank]
             if not lane.has_room() and not self._wait(rank, lane.has_room, deadline_s):
                 raise DeadlineError(
                     f"rank {rank} of the pool did not take a part within {timeout_s:g} s"
@@ -237,7 +245,8 @@ class PartMemory:
             IntegrityError: the piece is not authentic.
             PeerLostError: the rank is lost or the pool broke.
         """
-        lane, deadline_s = self._from[rank], time.monotonic() + timeout_s
+        lane = self._from[rank]
+        deadline_s = time.monotonic() + timeout_s
         while True:
             if not lane.has_piece() and not self._wait(rank, lane.has_piece, deadline_s):
                 return None

@@ -106,10 +106,12 @@ class PointWatcher:
         if not (self._stored or self._removed or self._is_due):
             return []  # the most frequent case
         with self._lock:
-            is_whole, self._is_due = self._is_due, False
+            is_whole = self._is_due
+            self._is_due = False
             stored = list(self._journal.points() if is_whole else self._stored)
             removed = [] if is_whole else list(self._removed)
-            self._stored, self._removed = {}, {}
+            self._stored = {}
+            self._removed = {}
         empties = is_whole and self.num_reports > 0  # a new watcher needs no empty full report
         firsts = range(0, max(len(stored), len(removed), int(empties)), MAX_NAMES)
         reports = [

@@ -114,7 +114,8 @@ def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 def _violations(
     message: pb.EngineRequest, vocab_size: int, max_context_tokens: int
 ) -> list[FieldViolation]:
-    prompt, found = message.prompt_token_ids, []
+    prompt = message.prompt_token_ids
+    found = []
     if not prompt:
         found.append(FieldViolation("prompt_token_ids", "must not be empty"))
     if message.max_tokens < 1:

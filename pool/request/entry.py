@@ -229,10 +229,8 @@ class DataRanks(Generic[SchedulerT]):
         """
 
         def worth(scheduler: SchedulerT) -> tuple[int, int, int]:
-            load, found = (
-                scheduler.load(),
-                scheduler.cache.find(blocks, len(request.prompt_token_ids)),
-            )
+            load = scheduler.load()
+            found = scheduler.cache.find(blocks, len(request.prompt_token_ids))
             return (
                 load.queued_tokens - found.num_tokens,
                 -load.pages_free,

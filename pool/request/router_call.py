@@ -48,7 +48,8 @@ MAX_UNREAD = 32  # messages of one request: a few inputs, and one read per score
 SPARE_OPEN = 1024
 MAX_INPUTS = 1024  # per message
 # Per message: a router handles one of this size without a pause, and accepts it with all logprobs.
-MAX_EVENTS, MAX_TOKENS = 256, 16384
+MAX_EVENTS = 256
+MAX_TOKENS = 16384
 END_S = 5.0  # seconds for its requests to end after the call has ended
 # Seconds after a deadline; waits within the request time out first and name their reason.
 LATE_S = 0.25
@@ -253,7 +254,8 @@ class RouterCall(Generic[InputT, EventT]):
             self._close_if_over()
 
     def _received(self, item: InputT) -> None:
-        kind, request = item.WhichOneof("input"), self._requests.get(item.key)
+        kind = item.WhichOneof("input")
+        request = self._requests.get(item.key)
         if kind == "open":
             self._open(item)
         elif kind == "cancelled":
@@ -333,7 +335,8 @@ class RouterCall(Generic[InputT, EventT]):
                 f"{self._max_open} requests of one router are in progress, which is the limit",
                 resource="requests",
             )
-        ends_in_s, timer = _time_left_s(self._kind.context_of(item)), None
+        ends_in_s = _time_left_s(self._kind.context_of(item))
+        timer = None
         if not math.isinf(ends_in_s):
             timer = asyncio.get_running_loop().call_later(
                 ends_in_s + LATE_S, _out_of_time, call, ends_in_s

@@ -73,7 +73,8 @@ def build_host_steps(
     Each number of rows is recorded on first use. Return None if recordings are disabled, or if a
     step depends on more than its rows.
     """
-    attention, states = backends.attention, backends.states
+    attention = backends.attention
+    states = backends.states
     if (
         attention is None
         or states is None
@@ -126,7 +127,8 @@ def build_draft_graphs(
     if parts is None or attention.capturable is None:
         return CapturedDraft()
     (cache, *_) = model.cache_specs(config.page_size)
-    width, dtype = plan.draft.hidden_size, getattr(torch, cache.dtype)
+    width = plan.draft.hidden_size
+    dtype = getattr(torch, cache.dtype)
     follows = DraftGraphs(
         model=model,
         attention=attention.capturable,

@@ -38,7 +38,8 @@ def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> Layer
         if batch.mode is not ForwardMode.PREFILL:
             return
         event = None if mark is None else mark()
-        is_first, latest = batch is not latest, batch
+        is_first = batch is not latest
+        latest = batch
         for key, context_len, query_len in zip(
             batch.request_keys, batch.context_lens, batch.query_lens, strict=True
         ):
@@ -102,7 +103,8 @@ def build_device_agent(
 
     Its thread enters the device before it does anything else.
     """
-    clock, buffer_bytes = SystemClock(), max_message_bytes(pools.geometry)
+    clock = SystemClock()
+    buffer_bytes = max_message_bytes(pools.geometry)
     staging = PinnedStaging(
         copies,
         num_buffers=max(MIN_BUFFERS, STAGING_BYTES // buffer_bytes),

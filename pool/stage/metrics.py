@@ -151,7 +151,8 @@ class ExpertBalance:
             return
         counts = torch.stack([layer.counts for layer in layers])
         new = counts if self._reported is None else counts - self._reported
-        self._reported, self._reported_s = counts, now
+        self._reported = counts
+        self._reported_s = now
         own = layers[0].own
         for expert, count in zip(
             range(own.start, own.stop), new.sum(0)[own.start : own.stop].tolist(), strict=True
@@ -241,7 +242,8 @@ class LeaderMeters:
             geometry,
             num_data_ranks,
         )
-        num_pages, num_slots = meters.num_pages, meters.num_slots
+        num_pages = meters.num_pages
+        num_slots = meters.num_slots
         meters.pool.pages_total.set(num_pages)
         meters.pool.slots_total.set(num_slots)
         meters.pool.cache_config.info(
@@ -288,7 +290,8 @@ class LeaderMeters:
         now = time.monotonic()
         if now - self._window_began_s >= BUBBLE_WINDOW_S:
             self.work.idle_ratio.set(min(1.0, self._waited_s / (now - self._window_began_s)))
-            self._waited_s, self._window_began_s = 0.0, now
+            self._waited_s = 0.0
+            self._window_began_s = now
 
     def on_load(self, load: pb.WorkerLoad) -> None:
         self.work.queue_depth.set(load.queued_requests)

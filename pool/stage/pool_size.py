@@ -22,7 +22,9 @@ from runtime.errors import ConfigError
 from runtime.process.host_memory import MIB, HostMemory, host_memory
 
 HOST_SHARE = 0.4  # a host runs other processes as well: another worker, a router
-CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these run no other processes
+# these run no other processes
+CONTAINER_SHARE = 0.8
+DEVICE_SHARE = 0.85
 PROCESS_BYTES = 384 * MIB  # memory of a worker in addition to weights and cache
 MIN_CONTEXT_TOKENS = 512  # a shorter context is useless, unless the model has no longer one
 
@@ -183,7 +185,8 @@ def _num_snapshots(needs: PoolNeeds, ranges: Sequence[LayerRange], budget: int) 
 
 
 def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
-    limit, named = description.facts.max_context_tokens, description.facts.context_field
+    limit = description.facts.max_context_tokens
+    named = description.facts.context_field
     if config.max_context > limit:
         raise ConfigError(
             f"--max-context must be at most {limit}, the model's own (its {named}), got "

@@ -83,10 +83,8 @@ def _arithmetic() -> str:
     These are the kernels' class of arithmetic and the library releases. Libraries choose other
     instructions on another CPU, and may do so in another release.
     """
-    torch_release, capability = (
-        torch.__version__.partition("+")[0],
-        torch.backends.cpu.get_cpu_capability(),
-    )
+    torch_release = torch.__version__.partition("+")[0]
+    capability = torch.backends.cpu.get_cpu_capability()
     return (
         f"{arithmetic_class()} torch-{torch_release}-{capability.lower()} numpy-{np.__version__} "
         f"llvm-{llvmlite.__version__}"

@@ -72,7 +72,8 @@ class SpeculationPlan:
         """
         if not self.handed:
             return ()
-        cache, is_layerwise = self.draft.cache_specs(page_size), self.draft.num_layers > 1
+        cache = self.draft.cache_specs(page_size)
+        is_layerwise = self.draft.num_layers > 1
         first = (
             self.draft.num_layers if is_layerwise else min(self.config.topk, self.draft.vocab_size)
         )
@@ -197,7 +198,8 @@ def build_drafter(
 
     Its cache is that of the stage's extra layers, or its own with as many pages as the target's.
     """
-    geometry, device = pools.geometry, backends.device
+    geometry = pools.geometry
+    device = backends.device
     if plan.draft.is_frozen:
         frozen = plan.draft.load_frozen(
             numerics=backends.numerics, device=device, digest=digest, target_digest=target_digest
@@ -260,7 +262,8 @@ def _handed_chains(pools: StagePools, layer_id: int) -> HandedChains:
 
 def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
     first = _handed_chains(pools, layer_id)
-    hidden, keys = pools.of_kind(CacheKind.DRAFT_HIDDEN), pools.of_kind(CacheKind.DRAFT_KEYS)
+    hidden = pools.of_kind(CacheKind.DRAFT_HIDDEN)
+    keys = pools.of_kind(CacheKind.DRAFT_KEYS)
     return HandedEnds(
         first.topk_p, first.topk_index, hidden[layer_id], keys[layer_id] if keys else None
     )

@@ -137,7 +137,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def GetModelInfo(
         self, request: generation_pb2.GetModelInfoRequest, context: Context
     ) -> generation_pb2.GetModelInfoResponse:
-        facts, tokeniser = self._facts(), self._model.tokeniser
+        facts = self._facts()
+        tokeniser = self._model.tokeniser
         return generation_pb2.GetModelInfoResponse(
             model=facts.name,
             architecture=facts.architecture,

@@ -174,7 +174,8 @@ class Subscription:
         """Wait for events and return them in batches, which are numbered consecutively."""
         await self._has_news.wait()
         self._has_news.clear()
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return self._snapshot() if events is None else [self._batch(events)]
 
     def _snapshot(self) -> list[pb.KvEventBatch]:

@@ -15,7 +15,8 @@ from router.workers.worker import Worker, WorkerRole
 Context = grpc.aio.ServicerContext[Any, Any]
 ORCA_SERVICE = "xds.service.orca.v3.OpenRcaService"
 ORCA_METHODS = frozenset({f"/{ORCA_SERVICE}/StreamCoreMetrics"})
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 3600.0
 
 
 def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLoadResponse:
@@ -23,10 +24,8 @@ def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLo
     usable = [worker for worker in workers if worker.is_usable and worker.info is not None]
     pools = [worker for worker in usable if worker.role is WorkerRole.DECODE]
     infos = [worker.info for worker in pools if worker.info is not None]
-    places, running = (
-        sum(info.max_running_requests for info in infos),
-        sum(worker.load.running_requests for worker in pools),
-    )
+    places = sum(info.max_running_requests for info in infos)
+    running = sum(worker.load.running_requests for worker in pools)
     total = sum(info.pages_total * info.page_size for info in infos)
     free = sum(
         worker.load.pages_free * info.page_size for worker, info in zip(pools, infos, strict=True)
@@ -70,21 +69,23 @@ class _Rates:
     failed: int = 0
 
     def __post_init__(self) -> None:
-        self.accepted, self.failed = self.counts.accepted, self.counts.failed
+        self.accepted = self.counts.accepted
+        self.failed = self.counts.failed
 
     def fill_in(self, report: orca_load_report_pb2.OrcaLoadReport) -> None:
         """Fill in the rates per second since the last report."""
-        now_s, cpu_s, accepted, failed = (
-            time.monotonic(),
-            time.process_time(),
-            self.counts.accepted,
-            self.counts.failed,
-        )
+        now_s = time.monotonic()
+        cpu_s = time.process_time()
+        accepted = self.counts.accepted
+        failed = self.counts.failed
         elapsed_s = max(now_s - self.at_s, 1e-3)
         report.cpu_utilization = (cpu_s - self.cpu_s) / elapsed_s / (os.cpu_count() or 1)
         report.rps_fractional = (accepted - self.accepted) / elapsed_s
         report.eps = (failed - self.failed) / elapsed_s
-        self.at_s, self.cpu_s, self.accepted, self.failed = now_s, cpu_s, accepted, failed
+        self.at_s = now_s
+        self.cpu_s = cpu_s
+        self.accepted = accepted
+        self.failed = failed
 
 
 class OpenRcaService(orca_service_pb2_grpc.OpenRcaServiceServicer):

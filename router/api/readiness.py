@@ -30,7 +30,8 @@ NOTICE_S = 20.0  # without a pair of workers before a log line
 # For this time, a router without a pair so far treats missing workers as starting.
 STARTING_S = 180.0
 # A prompt that every vocabulary has; one token comes from prefill and one from decode.
-WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
+WARM_UP_PROMPT = (0, 0, 0, 0)
+WARM_UP_TOKENS = 2
 
 
 class Readiness:

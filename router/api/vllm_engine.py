@@ -93,7 +93,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     ) -> vllm.GetModelInfoResponse:
         info = await self._generation.GetModelInfo(pb.GetModelInfoRequest(), context)
         config = read_config(self._model_dir)
-        fields, sampling = text_fields(config), self._generation.default_sampling
+        fields = text_fields(config)
+        sampling = self._generation.default_sampling
         return vllm.GetModelInfoResponse(
             model_path=str(self._model_dir),
             is_generation=True,

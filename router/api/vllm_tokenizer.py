@@ -54,7 +54,8 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
     Takes seconds for large vocabularies. Carrying files are stored in `cache` if it is writable, so
     that a gateway on this host can start before the router is ready.
     """
-    path, tokeniser = find_tokenizer(folder), model.tokeniser
+    path = find_tokenizer(folder)
+    tokeniser = model.tokeniser
     if path is None or tokeniser is None:
         return None
     carrying = carrying_tokenizer(tokeniser.tokenizer, path.read_text(encoding="utf-8"))

@@ -286,7 +286,8 @@ class VllmAnswer:
         """Return the prompt logprobs once, for the first message of choice 0."""
         if index:
             return None
-        taken, self._input_logprobs = self._input_logprobs, None
+        taken = self._input_logprobs
+        self._input_logprobs = None
         return taken
 
 

@@ -253,10 +253,8 @@ class Admission:
         if self._lacks_compatible_workers(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise self._no_compatible_workers()
-        num_tokens, left_s = (
-            self._directory.num_missing(request.prompt),
-            ends_at_s - self._clock.now(),
-        )
+        num_tokens = self._directory.num_missing(request.prompt)
+        left_s = ends_at_s - self._clock.now()
         least_s = self._service_model.best_prefill.least_s(num_tokens)
         if least_s > left_s:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
@@ -300,10 +298,8 @@ class Admission:
     def _refused(self, refusal: Refusal) -> CapacityError:
         """Count and return the error of a request rejected on arrival."""
         self._metrics.refused.labels(refusal.cause).inc()
-        wait, takes = (
-            f"requests wait for {refusal.wait_s:.2g} s",
-            f"this one would take {refusal.service_s:.2g} s",
-        )
+        wait = f"requests wait for {refusal.wait_s:.2g} s"
+        takes = f"this one would take {refusal.service_s:.2g} s"
         texts = {
             Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit",
             Cause.WAIT: f"{wait}, the limit is {self._limits.max_wait_s:g} s",
@@ -367,11 +363,13 @@ class Admission:
         # `passed_by`: prompt tokens of a request for which prefill has no capacity; only much
         # shorter prompts may pass it. `too_large`: context tokens of a request whose workers are
         # away; only smaller requests may pass it.
-        passed_by, too_large = math.inf, math.inf
+        passed_by = math.inf
+        too_large = math.inf
         for waiter in self._line:
             if self._line.shortest * SHORT_RATIO > passed_by:
                 break  # the usual case: no shorter prompt is queued that could pass
-            request, num_tokens = waiter.item.request, waiter.demand.num_tokens
+            request = waiter.item.request
+            num_tokens = waiter.demand.num_tokens
             if (
                 num_tokens * SHORT_RATIO > passed_by
                 or request.context_tokens >= too_large
@@ -431,7 +429,8 @@ class Admission:
         now_s = self._clock.now()
         if now_s - held.looked_s >= LOOK_S:
             held.num_held = self._directory.num_held(held.request.prompt)
-            held.most_held, held.looked_s = max(held.num_held.values(), default=0), now_s
+            held.most_held = max(held.num_held.values(), default=0)
+            held.looked_s = now_s
         return held
 
     def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:

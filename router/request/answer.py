@@ -89,12 +89,14 @@ class Output:
         return usage
 
     def _count_into(self, usage: generation_pb2.Usage) -> None:
-        usage.prompt_tokens, usage.completion_tokens = self._num_prompt_tokens, self.num_tokens
+        usage.prompt_tokens = self._num_prompt_tokens
+        usage.completion_tokens = self.num_tokens
         usage.cached_tokens = self.num_cached_tokens
 
     def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
         """Count tokens; return their text and their number up to the end of a stop string."""
-        text, used = "", 0
+        text = ""
+        used = 0
         for token_id in token_ids:
             used += 1
             self.num_tokens += 1
@@ -160,7 +162,8 @@ class Answer:
         self.token_ids.extend(chunk.token_ids)
         self.timeline.tokens(len(chunk.token_ids))
         if not self._is_named and chunk.token_ids:
-            chunk.compatibility, self._is_named = self.drawn_by, True
+            chunk.compatibility = self.drawn_by
+            self._is_named = True
         self._send(response)
 
     async def scores(self, scores: types_pb2.PromptLogprobs) -> None:
@@ -191,7 +194,8 @@ class Answer:
         self._send(generation_pb2.GenerateResponse(finish=finish))
 
     def _send(self, response: generation_pb2.GenerateResponse) -> None:
-        response.request_id, response.index = self._request_id, self._index
+        response.request_id = self._request_id
+        response.index = self._index
         self._responses.put(response)
 
 
@@ -223,7 +227,8 @@ class ResponseQueue:
         Raises:
             RequestAborted: the client has read nothing for the stall limit.
         """
-        index, is_tokens = response.index, bool(response.chunk.token_ids)
+        index = response.index
+        is_tokens = bool(response.chunk.token_ids)
         if not self._unread:
             self._read_at = self._loop.time()
         elif self._is_stalled and not response.HasField("finish"):

@@ -466,7 +466,8 @@ class RequestFlow:
 
     def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
         timings = self._timeline.timings
-        timings.decode_queue_s, timings.decode_s = finished.queue_s, finished.decode_s
+        timings.decode_queue_s = finished.queue_s
+        timings.decode_s = finished.decode_s
         self._record.finished(finished.decode_s)
         self._finish = self._finish or generation_pb2.GenerateFinish(
             reason=finished.reason,

@@ -142,7 +142,8 @@ class Migrations:
         self, lost: Booking, prompt: RoutedPrompt, context_tokens: int
     ) -> WorkerPair | None:
         """Search for a pair; wait longer while a compatible pair exists and is only full."""
-        loop, compatibility = asyncio.get_running_loop(), lost.compatibility
+        loop = asyncio.get_running_loop()
+        compatibility = lost.compatibility
         began = loop.time()
         while True:
             pair = self.directory.place_again(

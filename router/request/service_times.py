@@ -32,15 +32,19 @@ STAGES = {
 }
 MAX_CLIENTS = 1024  # clients with a history; the least recently seen is dropped
 # Weight of a response halves after the first time, and becomes zero after the second.
-HALF_LIFE_S, FORGET_S = 60.0, 300.0
+HALF_LIFE_S = 60.0
+FORGET_S = 300.0
 KEPT_SHARE = 0.9  # of the previous weight, per response
-MIN_CLIENTS, USUAL_WEIGHT = 3, 2.0  # the clients' common share counts as two responses
+# the clients' common share counts as two responses
+MIN_CLIENTS = 3
+USUAL_WEIGHT = 2.0
 USUAL_S = 1.0  # minimum time between two computations of the common share
 TRIAL_S = 2.0  # between two requests of a client that are served despite a bad estimate
 MIN_ERRORS = 4  # services of one length before their errors count
 REMEMBERED_ERRORS = 32
 CAUTIOUS_QUANTILE = 0.9
-START_CAUTION, MAX_CAUTION = 1.25, 4.0
+START_CAUTION = 1.25
+MAX_CAUTION = 4.0
 FACTOR_S = 1.0
 # Workers of a role that an estimate considers, spread over the fleet: every request needs one.
 MOST_ASKED = 32
@@ -89,7 +93,8 @@ class Timeline:
 
     def committed(self) -> None:
         """Mark that the decode pool has the whole prompt; called again after a migration."""
-        self._committed_at_s, self._decoded_at_s = self.clock.now(), None
+        self._committed_at_s = self.clock.now()
+        self._decoded_at_s = None
 
     def decoded(self) -> None:
         """Mark the first tokens of the decode pool; only the first call counts."""
@@ -190,15 +195,15 @@ class Rates:
         )
         prefill = [rate for worker in some_sources if (rate := worker.prefill_pace.tokens_per_s)]
         has_room = any(worker.snapshot.has_room(num_tokens) for worker in some_sources)
-        num_paced, drawn, between_s = 0, 0.0, 0.0
+        num_paced = 0
+        drawn = 0.0
+        between_s = 0.0
         for worker in some_pools:
             count = worker.num_sharing(num_waiting, num_tokens)
             if (token_s := worker.decode_pace.token_s(count)) is not None:
-                num_paced, drawn, between_s = (
-                    num_paced + 1,
-                    drawn + count / token_s,
-                    between_s + token_s,
-                )
+                num_paced = num_paced + 1
+                drawn = drawn + count / token_s
+                between_s = between_s + token_s
         ahead = PromptsAhead.of(
             [length for worker in some_sources for length in worker.prompts_ahead],
             max(len(some_sources), 1),
@@ -247,7 +252,8 @@ class _Length:
     def add(self, share: float, now_s: float) -> None:
         weight = self.weight_at(now_s) * KEPT_SHARE
         self.share = (self.share * weight + share) / (weight + 1)
-        self.weight, self.seen_s = weight + 1, now_s
+        self.weight = weight + 1
+        self.seen_s = now_s
 
     def weight_at(self, now_s: float) -> float:
         """Return the number of responses that the mean stands for at `now_s`."""
@@ -319,10 +325,12 @@ class ClientHabits:
 
     def expected_tokens(self, client: str, max_tokens: int) -> float:
         """Return the expected number of tokens of a response; 0 if nothing is known."""
-        limit, now_s = max_tokens.bit_length(), self._clock.now()
+        limit = max_tokens.bit_length()
+        now_s = self._clock.now()
         known = self._clients.get(client)
         own = (known.lengths.get(limit) if known is not None else None) or _Length()
-        weight, usual = own.weight_at(now_s), self._usual_share(limit, now_s)
+        weight = own.weight_at(now_s)
+        usual = self._usual_share(limit, now_s)
         if usual is not None:
             return (
                 max_tokens * (own.share * weight + usual * USUAL_WEIGHT) / (weight + USUAL_WEIGHT)
@@ -331,7 +339,8 @@ class ClientHabits:
 
     def may_try(self, client: str) -> bool:
         """Return whether to serve a request expected to end too late, once per `TRIAL_S`."""
-        habits, now_s = self._of(client), self._clock.now()
+        habits = self._of(client)
+        now_s = self._clock.now()
         if now_s - habits.tried_s < TRIAL_S:
             return False
         habits.tried_s = now_s

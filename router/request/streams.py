@@ -88,7 +88,8 @@ class PrefillStream:
         """
         self.close()
         # Events of the failed attempt no longer count.
-        self.stream, self.has_first_token = None, False
+        self.stream = None
+        self.has_first_token = False
         suspect(self._booking, error)
         self._tried |= {self.address}
         if self._attempts >= self._parts.limits.prefill_attempts or not may_retry(error):
@@ -104,7 +105,8 @@ class PrefillStream:
 
     async def _reopen(self, error: BatonError, pool: Booking) -> None:
         await asyncio.sleep(RETRY_PAUSE_S)
-        directory, prompt = self._parts.directory, self._parts.prompt
+        directory = self._parts.directory
+        prompt = self._parts.prompt
         self._booking = await search(
             directory,
             lambda: directory.book_prefill(
@@ -175,7 +177,8 @@ class DecodeStream:
 
     def local_prefill_accepted(self) -> None:
         """Record that the pool computes the rest of the prompt itself."""
-        self.local_prefill_requested, self.has_reserved = False, True
+        self.local_prefill_requested = False
+        self.has_reserved = True
         self._is_destination_due = False
         self._due.settle()
         self._booking.reserved()
@@ -315,7 +318,8 @@ class DecodeStream:
         The old booking is kept until then: a request that waits here goes before those in
         admission.
         """
-        directory, prompt = self._parts.directory, self._parts.prompt
+        directory = self._parts.directory
+        prompt = self._parts.prompt
         book = partial(
             directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens
         )
@@ -340,7 +344,8 @@ class DecodeStream:
                 await self._parts.directory.changed()
 
     def _open(self, source: transfer_pb2.SourceTerms | None) -> None:
-        worker, opening = self._booking.worker, decode_pb2.DecodeInput()
+        worker = self._booking.worker
+        opening = decode_pb2.DecodeInput()
         opening.open.context.CopyFrom(self._parts.context())
         opening.open.replayed_token_ids.extend(self._replayed)
         if source is not None:

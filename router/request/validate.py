@@ -34,7 +34,8 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_PRIORITY = 100
-EVERYBODY, DEFAULT_LIMITS = "*", ("*=0",)
+EVERYBODY = "*"
+DEFAULT_LIMITS = ("*=0",)
 MAX_CACHE_SALT_BYTES = 128
 MAX_SHOWN_CHARACTERS = 128  # of a text quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -409,7 +410,8 @@ def _resolve(
     prompt: list[int],
     draw_seed: Callable[[], int],
 ) -> AdmissibleRequest:
-    stop, room = request.stop, facts.max_context_tokens - len(prompt)
+    stop = request.stop
+    room = facts.max_context_tokens - len(prompt)
     eos = () if stop.ignore_eos else facts.eos_token_ids
     resumed = tuple(tuple(choice.ids) for choice in request.resumed)
     is_scored = request.HasField("num_prompt_logprobs") and not (resumed and resumed[0])

@@ -31,7 +31,8 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
 # The upper bound is low because the cause of a delay may end long before it was estimated to.
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 10.0
 LOOK_AHEAD = 32  # requests from the front that may go first, and how often one may be passed
 LEAST_SLACK_S = 5.0  # a request with a latest start within this time is not passed
 
@@ -173,7 +174,8 @@ class WaitingLine(Generic[T]):
             if self._refusal(short, rates, now_s) is None and self.service_model.habits.may_try(
                 demand.client
             ):
-                demand, refusal = short, None
+                demand = short
+                refusal = None
         if refusal is not None:
             return refusal
         waiter = self._waiter(demand, item, rates, now_s)
@@ -274,7 +276,8 @@ class WaitingLine(Generic[T]):
                 break
             gained = gain(waiter.item)
             if gained > most:
-                best, most = waiter, gained
+                best = waiter
+                most = gained
             if waiter.num_passed >= LOOK_AHEAD or waiter.begin_by_s < now_s + LEAST_SLACK_S:
                 break
         return best

@@ -46,13 +46,15 @@ class TextCarrier:
         """Return the text that these ids carry; None if they carry none."""
         if self._tokens is None:
             return None
-        of, mark = self._tokens.of, MARK.encode()
+        of = self._tokens.of
+        mark = MARK.encode()
         shown = b"".join(
             of(token_id) for token_id in token_ids[:_SHOWN_IDS] if token_id not in self._added
         )
         if not shown.startswith(mark):
             return None
-        text, piece = bytearray(), bytearray()
+        text = bytearray()
+        piece = bytearray()
         for token_id in token_ids:
             if token_id in self._added:  # ends a piece of text; the next one begins with a mark
                 text += piece.removeprefix(mark) + (self._added[token_id] or of(token_id))

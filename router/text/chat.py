@@ -41,7 +41,8 @@ def chat_of_texts(*turns: tuple[str, str]) -> Chat:
 
 def _num_characters(value: object) -> int:
     """Return the number of characters of the texts in a JSON value, including field names."""
-    total, pending = 0, [value]
+    total = 0
+    pending = [value]
     while pending:
         match pending.pop():
             case str(text):

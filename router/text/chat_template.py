@@ -23,7 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from router.text.chat import Chat, Turn, as_parts, text_parts
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
-DEFAULT, TOOL_USE = "default", "tool_use"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
 # Names that every conversation defines; they cannot be template arguments.
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -138,7 +139,8 @@ class ChatTemplate:
         return normal
 
     def _content(self, role: str, content: object) -> object:
-        form, texts = self._form_of(role), text_parts(content)
+        form = self._form_of(role)
+        texts = text_parts(content)
         if texts is not None and form is ContentForm.TEXT:
             content = "\n".join(texts)
         if isinstance(content, str) and form is ContentForm.PARTS:
@@ -151,7 +153,8 @@ class ChatTemplate:
             return known
         if role not in _PROBES:  # not cached: clients may invent any number of roles
             return ContentForm.TEXT
-        as_text, in_parts = self._probe(role, _PROBE), self._probe(role, as_parts([_PROBE]))
+        as_text = self._probe(role, _PROBE)
+        in_parts = self._probe(role, as_parts([_PROBE]))
         form = ContentForm.TEXT
         # A template that writes parts as a Python list also writes their keys.
         if _PROBE in in_parts and in_parts.count("type") <= as_text.count("type"):

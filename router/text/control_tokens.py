@@ -25,7 +25,9 @@ class UserControlTokens(StrEnum):
     TEXT = "text"
 
 
-_START, _END = "\U000f0000", "\U000f0001"  # from a private-use plane; removed from users' texts
+# from a private-use plane; removed from users' texts
+_START = "\U000f0000"
+_END = "\U000f0001"
 # Prepended to a piece of text, which then begins no text: SentencePiece puts a space before the
 # first word of one.
 _LINE = "\n"

@@ -60,7 +60,8 @@ class BytesDetokeniser:
 
     def _continue(self, data: bytes) -> str:
         """Return the text of the first bytes after a prompt that ended inside a character."""
-        before, self._before = self._before, b""
+        before = self._before
+        self._before = b""
         self._decoder.decode(before)
         text = self._decoder.decode(data)
         is_broken = text.startswith(REPLACEMENT) and not (before + data).startswith(
@@ -131,7 +132,8 @@ class WindowDetokeniser:
         new_text = text[len(self._decode(self._context)) :]
         # Tokens without text give no context, so the tokens before them are kept.
         self._context = self._held if new_text else self._context + self._held
-        self._context, self._held = self._context[-self.MAX_HELD_TOKENS :], []
+        self._context = self._context[-self.MAX_HELD_TOKENS :]
+        self._held = []
         return new_text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -168,7 +170,8 @@ class StopMatcher:
         """
         if not self._automata:
             return text, None
-        buffer, offset = self._held + text, len(self._held)
+        buffer = self._held + text
+        offset = len(self._held)
         for index, character in enumerate(text):
             matched = self._advance(character)
             if matched is not None:
@@ -180,7 +183,8 @@ class StopMatcher:
 
     def finish(self) -> str:
         """Return the text held back, when no more text follows."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _advance(self, character: str) -> str | None:

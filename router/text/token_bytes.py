@@ -107,7 +107,8 @@ def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
 
 def _spelling_of(decoders: Sequence[Mapping[str, Any]]) -> Spelling | None:
     """Return the spelling of a sequence of decoders; None if one does not work token by token."""
-    spelling, is_fused = Spelling(()), False
+    spelling = Spelling(())
+    is_fused = False
     for decoder in decoders:
         match decoder:
             case {"type": "Fuse"}:

@@ -221,7 +221,8 @@ class Directory:
             if (num_tokens := worker.max_context_tokens) is not None:
                 known = largest[worker.role]
                 known[worker.compatibility] = max(num_tokens, known.get(worker.compatibility, 0))
-        prefill, decode = largest[WorkerRole.PREFILL], largest[WorkerRole.DECODE]
+        prefill = largest[WorkerRole.PREFILL]
+        decode = largest[WorkerRole.DECODE]
         pairs = [
             min(source, pool)
             for here, source in prefill.items()
@@ -455,10 +456,8 @@ class Directory:
         """Return the prompt tokens left to compute on the prefill worker with most of the prompt
         cached.
         """
-        usable, held = (
-            self._worker_set.usable[WorkerRole.PREFILL].addresses,
-            self._num_held(WorkerRole.PREFILL, prompt),
-        )
+        usable = self._worker_set.usable[WorkerRole.PREFILL].addresses
+        held = self._num_held(WorkerRole.PREFILL, prompt)
         return prompt.num_tokens - max(
             [num_held for address, num_held in held.items() if address in usable], default=0
         )
@@ -538,10 +537,8 @@ class Directory:
             ]
             chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, context)
         sources, pools = groups[chosen.group]
-        source, pool = (
-            _named(sources, chosen.source, context),
-            _named(pools, chosen.pool, candidates[chosen.group].context),
-        )
+        source = _named(sources, chosen.source, context)
+        pool = _named(pools, chosen.pool, candidates[chosen.group].context)
         return WorkerPair(
             self._book(source, prompt, context_tokens), self._book(pool, prompt, context_tokens)
         )
@@ -622,7 +619,8 @@ class Directory:
             self._note_pairing()
         key = worker.role, worker.address
         if self._infos.get(key) is not worker.info:
-            self._infos[key], self._longest = worker.info, None
+            self._infos[key] = worker.info
+            self._longest = None
         self._wake()
 
     def _wake(self) -> None:

@@ -29,7 +29,8 @@ from runtime.process.announce import announced_address, announcement_path
 
 logger = logging.getLogger(__name__)
 
-DNS, KUBERNETES = "dns:///", "k8s:///"
+DNS = "dns:///"
+KUBERNETES = "k8s:///"
 
 Found = Callable[[frozenset[str]], None]
 Resolve = Callable[[str, int], Awaitable[list[str]]]

@@ -30,7 +30,8 @@ GROUP = "/apis/discovery.k8s.io/v1"
 WATCH_S = 60.0  # requested duration of a watch; a server that is silent for longer is lost
 SILENCE_S = WATCH_S + 15.0
 ANSWER_S = 10.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 30.0
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 30.0
 
 Slices = dict[str, frozenset[str]]  # addresses by slice name
 
@@ -164,10 +165,8 @@ class EndpointSource:
 
 
 def _in_cluster_api() -> str:
-    host, port = (
-        os.environ.get("KUBERNETES_SERVICE_HOST"),
-        os.environ.get("KUBERNETES_SERVICE_PORT"),
-    )
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         raise UnavailableError(
             "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: not running in a pod"

@@ -66,10 +66,13 @@ class PrefillPace:
         At the previous report `num_ahead` of the queued tokens were this router's. The same share
         of the tokens computed since is attributed to it.
         """
-        known, self._num_known = self._num_known, num_computed
+        known = self._num_known
+        self._num_known = num_computed
         if known is None or not self.num_computing:
             return
-        num_new, is_fresh, self._is_fresh = num_computed - known, self._is_fresh, False
+        num_new = num_computed - known
+        is_fresh = self._is_fresh
+        self._is_fresh = False
         if num_new > 0 and not is_fresh:
             self._reported += num_new * min(1.0, num_ahead / (num_new + num_left))
             self._count()
@@ -158,7 +161,8 @@ class PromptsAhead:
         excluding its own.
         """
         num_short = bisect.bisect(self.lengths, SHORT_RATIO * num_tokens)
-        short, longer = self.sums[num_short], self.sums[-1] - self.sums[num_short]
+        short = self.sums[num_short]
+        longer = self.sums[-1] - self.sums[num_short]
         num_shared = min(len(self.lengths) - num_short, self.num_workers)  # workers with a long one
         return (
             short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)
@@ -208,7 +212,8 @@ class DecodePace:
         Falls back to the nearest lower load seen recently, which is optimistic, else to the nearest
         higher one.
         """
-        load, now_s = num_requests.bit_length() or 1, self.clock.now()
+        load = num_requests.bit_length() or 1
+        now_s = self.clock.now()
         found = self._found.get(load)  # cached, because every request asks many pools
         if found is None or found[1] < now_s:
             found = self._found[load] = self._look(load, now_s)

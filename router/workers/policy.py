@@ -44,12 +44,14 @@ AFFINITY_TOKENS = 256
 AFFINITY_FACTOR = 1.5
 AFFINITY_SLACK = 8192.0
 # Seconds to compute a token and to generate a response, until some were measured.
-UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0
+UNSEEN_TOKEN_S = 1e-4
+UNSEEN_ANSWER_S = 5.0
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
 # A prompt does not wait for one at least this many times as long: it gets one token in
 # `SHORT_SHARE` meanwhile.
-SHORT_RATIO, SHORT_SHARE = 4, 4
+SHORT_RATIO = 4
+SHORT_SHARE = 4
 
 
 class Candidate(NamedTuple):
@@ -168,10 +170,8 @@ def choose_pair(
         return ChosenPair(
             place, source, _pick(policy.of_pools, groups[place].pools, groups[place].context)
         )
-    loads, pool_loads = (
-        _loads_with(sources, context),
-        [_loads_with(group.pools, group.context) for group in groups],
-    )
+    loads = _loads_with(sources, context)
+    pool_loads = [_loads_with(group.pools, group.context) for group in groups]
     if len(groups) > 1:  # with one group, the best source and the best pool are a pair
         source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
         pool_s = _mean_load_s([pool for group in groups for pool in group.pools]) or UNSEEN_ANSWER_S
@@ -222,7 +222,8 @@ def _pick(policy: Policy, eligible: Sequence[Candidate], context: PolicyContext)
 
 def _loads_with(candidates: Sequence[Candidate], context: PolicyContext) -> list[float]:
     """Return the load of each worker including the prompt."""
-    num_tokens, num_held = len(context.prompt_token_ids), context.num_held.get
+    num_tokens = len(context.prompt_token_ids)
+    num_held = context.num_held.get
     return [
         load + (num_tokens - num_held(address, 0)) * token_load
         for address, load, token_load, _ in candidates
@@ -304,7 +305,8 @@ class FailedLinks:
 
     def by_source(self) -> dict[str, set[str]]:
         """Return the pools with a failed link, by source."""
-        now_s, found = self._clock.now(), dict[str, set[str]]()
+        now_s = self._clock.now()
+        found = dict[str, set[str]]()
         for (source, pool), until_s in self._until_s.items():
             if now_s < until_s:
                 found.setdefault(source, set()).add(pool)

@@ -122,7 +122,8 @@ class PrefixIndex:
         self._latest = None
         held = self._held.setdefault(worker, bytearray())
         if report.stored:
-            names, bit = dict.fromkeys(_names(report.stored)), self._bit(worker)
+            names = dict.fromkeys(_names(report.stored))
+            bit = self._bit(worker)
             # A name that several data ranks store is removed only once, with the last of them.
             held += b"".join(name for name in names if not self._holders.get(name, 0) & bit)
             self._store(list(names), bit)
@@ -199,7 +200,8 @@ class PrefixIndex:
 
     def _tidy(self, worker: str) -> None:
         """Drop names that the worker no longer has, and duplicates."""
-        bit, holders = self._bits.get(worker, 0), self._holders
+        bit = self._bits.get(worker, 0)
+        holders = self._holders
         names = dict.fromkeys(_names(bytes(self._held[worker])))
         self._held[worker] = bytearray(
             b"".join(name for name in names if holders.get(name, 0) & bit)
@@ -207,7 +209,8 @@ class PrefixIndex:
         self._num_removed[worker] = 0
 
     def _store(self, names: list[bytes], bit: int) -> None:
-        holders, new = self._holders, names
+        holders = self._holders
+        new = names
         if not holders.keys().isdisjoint(names):
             new = [name for name in names if name not in holders]
             for name in names:

@@ -56,7 +56,8 @@ def without_addresses(
     statuses: Iterable[generation_pb2.WorkerStatus],
 ) -> list[generation_pb2.WorkerStatus]:
     """Return the statuses for clients: numbers instead of addresses, and reasons without causes."""
-    shown, counts = [], dict.fromkeys(WorkerRole, 0)
+    shown = []
+    counts = dict.fromkeys(WorkerRole, 0)
     for status in statuses:
         role = WorkerRole(status.role)
         status.address, status.reason = f"{role}-{counts[role]}", status.reason.partition(":")[0]

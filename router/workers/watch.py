@@ -20,7 +20,9 @@ from runtime.rpc.unreachable import reach_problem
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a restarted worker is found within half a second
+# a restarted worker is found within half a second
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 0.4
 # A worker is lost after this silence, but not before this number of intervals.
 MIN_SILENCE_S = 2.0
 SILENT_INTERVALS = 5
@@ -86,7 +88,8 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(
         worker_pb2.WatchRequest(interval_s=interval_s)
     )
-    reported, began_s = asyncio.Event(), asyncio.get_running_loop().time()
+    reported = asyncio.Event()
+    began_s = asyncio.get_running_loop().time()
     try:
         async with (
             asyncio.timeout(None) as patience,

@@ -286,7 +286,8 @@ class Worker:
             booking.is_reported = booking.has_reserved
         before = self.problem, self.start_s
         not_serving = "" if load.serving else load.reason or "not serving"
-        self.problem, self.start_s = self.mismatch or not_serving, load.start_s or self.start_s
+        self.problem = self.mismatch or not_serving
+        self.start_s = load.start_s or self.start_s
         if (self.problem, self.start_s) == before:
             self.load_changed()
         else:

@@ -39,7 +39,9 @@ EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 EventIn = TypeVar("EventIn", contravariant=True)
 EventOut = TypeVar("EventOut", covariant=True)
 
-MAX_INPUTS, MAX_BYTES = 256, 1 << 20  # per message
+# per message
+MAX_INPUTS = 256
+MAX_BYTES = 1 << 20
 MAX_INPUT_BYTES = 15 << 20  # per input: workers accept messages of 16 MiB
 WRITE_S = 30.0  # for a worker to accept a message
 RETIRED_S = 30.0  # for a worker to end a call without requests
@@ -225,7 +227,8 @@ class WorkerCall(Generic[InputT, EventT]):
             logger.debug("a message could not be sent: %s", error)
 
     def _lost(self, error: BatonError | None) -> None:
-        receivers, self._receivers = self._receivers, {}
+        receivers = self._receivers
+        self._receivers = {}
         reason = self._reason or "the worker ended the call"
         if receivers:
             logger.info("a call ended with %d requests: %s", len(receivers), reason)
@@ -273,13 +276,15 @@ class CallSlot(Generic[InputT, EventT]):
         self._retired: set[WorkerCall[InputT, EventT]] = set()
 
     def current(self) -> WorkerCall[InputT, EventT]:
-        call, shown = self._call, self._identity()
+        call = self._call
+        shown = self._identity()
         if call is not None and not call.has_ended and shown is self._shown:
             return call
         if call is not None and not call.has_ended:
             self._retire(call)
         made: WorkerCall[InputT, EventT] = WorkerCall(self._kind, self._channel)
-        self._call, self._shown = made, shown
+        self._call = made
+        self._shown = shown
         return made
 
     def _retire(self, call: WorkerCall[InputT, EventT]) -> None:

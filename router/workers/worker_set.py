@@ -72,8 +72,10 @@ class Tally:
         """Update the aggregates after a possible change; return whether its usability or kind
         changed.
         """
-        key, num_usable = (worker.role, worker.address), self._num_usable[worker.role]
-        before, after = self._kinds.get(key), worker.compatibility if worker.is_usable else None
+        key = (worker.role, worker.address)
+        num_usable = self._num_usable[worker.role]
+        before = self._kinds.get(key)
+        after = worker.compatibility if worker.is_usable else None
         if before != after:
             if before is not None:
                 del self._kinds[key]
@@ -104,7 +106,8 @@ class Tally:
         return self._slowest_s
 
     def _started(self, key: tuple[WorkerRole, str], start_s: float) -> None:
-        before, self._starts_s[key] = self._starts_s.get(key, 0.0), start_s
+        before = self._starts_s.get(key, 0.0)
+        self._starts_s[key] = start_s
         if self._slowest_s is not None:
             self._slowest_s = (
                 max(start_s, self._slowest_s)
@@ -258,7 +261,8 @@ class WorkerSet:
 
     def _list(self, index: int, addresses: frozenset[str]) -> None:
         """Apply the difference between the new and the previous addresses of a source."""
-        (role, _), before = self._sources[index], self._listed[index]
+        (role, _) = self._sources[index]
+        before = self._listed[index]
         self._listed[index] = addresses
         for address in sorted(addresses - before):
             worker = self._workers.get((role, address))

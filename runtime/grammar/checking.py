@@ -28,16 +28,20 @@ from runtime.process.host_cores import num_cores
 logger = logging.getLogger(__name__)
 
 # CPU time for a grammar of usual size, and for the slowest that is accepted.
-FIRST_CPU_S, LAST_CPU_S = 0.1, 1.0
-MAX_AT_ONCE, MAX_WAITING = 4, 32
-MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING = 2, 8
+FIRST_CPU_S = 0.1
+LAST_CPU_S = 1.0
+MAX_AT_ONCE = 4
+MAX_WAITING = 32
+MAX_SLOW_AT_ONCE = 2
+MAX_SLOW_WAITING = 8
 MAX_REMEMBERED = 4096  # verdicts
 REMEMBER_S = 600.0  # lifetime of a rejection for its cost, which depends on the machine
 # New grammars of a client per second and core. Each takes about 10 ms on routers and on workers.
 PER_CORE_S = 4.0
 MAX_PROCESSES = 64  # limit of idle processes
 # Processes kept for requests whose grammars were checked, and for how long.
-MAX_EXPECTED, EXPECTED_S = 128, 30.0
+MAX_EXPECTED = 128
+EXPECTED_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,9 @@ class Grammars:
             other.close()
         self._processes[grammar] = process
         self._processes.move_to_end(grammar)
-        idle, expected, now_s = list[Grammar](), list[Grammar](), time.monotonic()
+        idle = list[Grammar]()
+        expected = list[Grammar]()
+        now_s = time.monotonic()
         for known, held in self._processes.items():
             held.expected = tuple(until_s for until_s in held.expected if until_s > now_s)
             if held.num_texts == 0 and held is not process:

@@ -22,7 +22,8 @@ MAX_LENGTH = 1_000_000  # of minItems, maxLength and similar keywords
 # Limit of text from a client or the library in an error.
 MAX_SHOWN_CHARACTERS = 160
 
-OPTIONS, _FLEXIBLE = "x-guidance", "whitespace_flexible"
+OPTIONS = "x-guidance"
+_FLEXIBLE = "whitespace_flexible"
 _COUNTS = (
     "minItems",
     "maxItems",
@@ -225,7 +226,9 @@ def _repetitions(text: str) -> int:
     The result is arbitrary for a text that is not an expression.
     """
     groups = [1]  # per open group: the largest product within it so far
-    last, largest = 1, 1  # `last` belongs to the item that a repetition would repeat
+    # `last` belongs to the item that a repetition would repeat
+    last = 1
+    largest = 1
     for found in _ITEM.finditer(text):
         token = found.group()
         if token == "(":

@@ -117,8 +117,10 @@ class Text:
             except Unfollowable:
                 if not node:
                     raise
-                known, self.matcher = self.token_ids[:base], self.automaton.deep_copy()
-                self.token_ids, self._num_followed = [], 0
+                known = self.token_ids[:base]
+                self.matcher = self.automaton.deep_copy()
+                self.token_ids = []
+                self._num_followed = 0
                 self.move(0, known)  # uses a new matcher, because one that failed stays failed
                 continue
             yield node, found[node]

@@ -23,7 +23,9 @@ from runtime.grammar.language import Grammar, GrammarKind
 MAX_MESSAGE_BYTES = 1 << 18
 CHUNK_TOKENS = 1 << 14  # limit of one message
 
-_COMPILE, _ASK, _ANSWER = struct.Struct("<dQB"), struct.Struct("<BQIII"), struct.Struct("<BId")
+_COMPILE = struct.Struct("<dQB")
+_ASK = struct.Struct("<BQIII")
+_ANSWER = struct.Struct("<BId")
 _KINDS = tuple(GrammarKind)
 
 
@@ -96,7 +98,8 @@ def pack_call(call: TextCall) -> bytes:
 
 def unpack_call(data: bytes) -> TextCall:
     call, key, kept, num_tokens, num_nodes = _ASK.unpack_from(data)
-    tokens, parents = array("I"), array("i")
+    tokens = array("I")
+    parents = array("i")
     end = _ASK.size + 4 * (num_tokens + num_nodes)
     tokens.frombytes(data[_ASK.size : end])
     parents.frombytes(data[end:])

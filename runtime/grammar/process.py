@@ -51,7 +51,9 @@ ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of
 HELD_UP_CPU_S = 0.1
 # CPU time budget of one text: its maximum, what a step adds to it, and what a step adds to all
 # texts together at most.
-BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.2, 0.005, 0.04
+BURST_CPU_S = 0.2
+TOKEN_CPU_S = 0.005
+STEP_CPU_S = 0.04
 # added per token if many tokens arrive at once, for a text that began elsewhere
 REPLAYED_TOKEN_CPU_S = 0.0001
 MAX_JOBS = 65536
@@ -79,7 +81,8 @@ class MaskJob:
 
     def fail(self, problem: str, *, is_held_up: bool = False) -> None:
         if not self.problem:
-            self.is_held_up, self.problem = is_held_up, problem
+            self.is_held_up = is_held_up
+            self.problem = problem
         self.done.set()
 
     def add(self, node: int, mask: bytes) -> None:
@@ -137,7 +140,8 @@ class GrammarProcess:
         The error blames the grammar only if its process had CPU time: a process that was starved,
         or that never got to the job, is the machine's problem.
         """
-        child, before_s = self._child, job.process_cpu_s
+        child = self._child
+        before_s = job.process_cpu_s
         computed_s = 0.0 if child is None or before_s is None else child.cpu_s() - before_s
         if computed_s < HELD_UP_CPU_S:
             job.fail(
@@ -241,7 +245,8 @@ class GrammarProcess:
 
     def _answer(self, job: MaskJob) -> None:
         """Send a job and receive its masks. Raises OSError if the process has ended or hangs."""
-        child, call = self._child, job.call
+        child = self._child
+        call = job.call
         assert child is not None
         job.process_cpu_s = child.cpu_s()
         known = self._known.setdefault(call.key, [])
@@ -254,7 +259,8 @@ class GrammarProcess:
             child.send(
                 pack_call(TextCall(Call.MOVE, call.key, kept, tokens[:CHUNK_TOKENS])), ANSWER_S
             )
-            kept, tokens = kept + CHUNK_TOKENS, tokens[CHUNK_TOKENS:]
+            kept = kept + CHUNK_TOKENS
+            tokens = tokens[CHUNK_TOKENS:]
             patience_s += ANSWER_S
         child.send(
             pack_call(

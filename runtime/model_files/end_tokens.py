@@ -20,8 +20,10 @@ from runtime.model_files.config import read_if_there
 from runtime.model_files.model_folder import read_object
 from runtime.model_files.tokenizer_files import find_tokenizer
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
 _NONE = (
     "no file of the model states an end-of-sequence token (eos_token_id of generation_config.json or config.json, "
     "eos_token of tokenizer_config.json): responses end at a token limit or a stop string, and structured "
@@ -147,7 +149,8 @@ def _id_in(tokenizer: Mapping[str, Any], text: str) -> int | None:
     Searches the added tokens, then the model's vocabulary, which is a table, or a list in Unigram
     models.
     """
-    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    added = tokenizer.get("added_tokens")
+    model = tokenizer.get("model")
     for token in added if isinstance(added, list) else ():
         if (
             isinstance(token, dict)

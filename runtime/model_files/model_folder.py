@@ -14,7 +14,8 @@ _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024  # a pointer is smaller, the file that it replaces is larger
 # Limits of a number in a config.json and of the number of layers. No published model comes near
 # them, and work or messages in proportion to them stay bounded.
-MAX_NUMBER, MAX_LAYERS = 1 << 24, 10_000
+MAX_NUMBER = 1 << 24
+MAX_LAYERS = 10_000
 _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
 
 

@@ -101,7 +101,8 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:
-    value, interval = fields[name], SAMPLING_INTERVALS[name]
+    value = fields[name]
+    interval = SAMPLING_INTERVALS[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or value not in interval:
         raise _refused(name, str(interval), value)
     return float(value)

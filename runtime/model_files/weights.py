@@ -6,7 +6,8 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _HEADER_BYTES = 100 << 20
 # Codes of 8 bits, and of 4 bits in packed form, become 16 bits each.
 _LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}
@@ -35,7 +36,8 @@ def weight_files(folder: Path) -> WeightFiles:
     Raises:
         ConfigError: neither exists, the index is invalid, or it lists missing files.
     """
-    index, single = folder / _INDEX, folder / _SINGLE
+    index = folder / _INDEX
+    single = folder / _SINGLE
     if not index.exists():
         if not single.is_file():
             raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}", field="model")

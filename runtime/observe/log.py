@@ -26,10 +26,13 @@ from typing import TextIO
 from runtime.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
-MAX_VALUE_CHARACTERS, MAX_MESSAGE_CHARACTERS = 256, 4096
+MAX_VALUE_CHARACTERS = 256
+MAX_MESSAGE_CHARACTERS = 4096
 # Number of first and last lines, and characters of each line.
-MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = 256, 512
-REFUSALS_AT_ONCE, REFUSALS_PER_S = 100, 20.0
+MAX_TRACEBACK_LINES = 256
+MAX_TRACEBACK_CHARACTERS = 512
+REFUSALS_AT_ONCE = 100
+REFUSALS_PER_S = 20.0
 # Module that logs failed calls, with one of three templates.
 _REFUSALS = "runtime.rpc.calls"
 _QUOTED = frozenset(' "=')
@@ -121,7 +124,8 @@ class _RefusalLimit(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name != _REFUSALS:
             return True
-        template, now_s = str(record.msg), time.monotonic()
+        template = str(record.msg)
+        now_s = time.monotonic()
         used, at_s = self._used.get(template, (0.0, now_s))
         used = max(0.0, used - (now_s - at_s) * REFUSALS_PER_S)
         if used + 1 > REFUSALS_AT_ONCE:
@@ -149,7 +153,8 @@ def _message(record: logging.LogRecord) -> str:
 
     So a long argument does not hide the others.
     """
-    arguments, message = record.args, record.msg
+    arguments = record.args
+    message = record.msg
     try:
         if isinstance(arguments, Mapping):
             message = str(message) % {key: _plain(value) for key, value in arguments.items()}

@@ -41,13 +41,15 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     machine, available = _machine(root)
     total = machine
     for limit, used in _limits(root):
-        total, available = min(total, limit), min(available, max(0, limit - used))
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
     return HostMemory(total, available, is_limited=total < machine)
 
 
 def memory_left() -> str:
     """Describe the memory that this process could still allocate, for the errors that end it."""
-    found, (limit, _) = host_memory(), resource.getrlimit(resource.RLIMIT_AS)
+    found = host_memory()
+    (limit, _) = resource.getrlimit(resource.RLIMIT_AS)
     of_process = (
         ""
         if limit == resource.RLIM_INFINITY
@@ -101,13 +103,15 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             top = mount / "memory"
         elif not controllers:
-            names, top = ("memory.max", "memory.current", "inactive_file"), mount
+            names = ("memory.max", "memory.current", "inactive_file")
+            top = mount
         else:
             continue
         # A container sees its own group as the root of the mount, whatever its path on the host.
         group = Path(path.lstrip("/"))
         for folder in (top / part for part in (group, *group.parents)):
-            limit, used = _number(folder / names[0]), _number(folder / names[1])
+            limit = _number(folder / names[0])
+            used = _number(folder / names[1])
             if limit is not None and used is not None:
                 yield limit, used - _stated(folder / "memory.stat", names[2])
 

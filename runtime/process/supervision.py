@@ -25,7 +25,9 @@ from runtime.process.host_memory import is_out_of_memory, memory_left
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_BUG = 1, 2, 70
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_BUG = 70
 _NO_THREAD = "can't start new thread"  # message of Python's threading
 
 
@@ -80,7 +82,8 @@ async def interruptible(stop: StopSignal, work: Coroutine[None, None, None]) -> 
     Each cancellation of this call cancels `work` exactly once. The cleanup of `work` completes
     before this raises CancelledError.
     """
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    working = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -140,7 +143,8 @@ def _exit_code(name: str, error: BaseException) -> int:
 
 async def _with_signals(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> None:
     stop = StopSignal()
-    loop, root = asyncio.get_running_loop(), asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    root = asyncio.current_task()
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set and root is not None:

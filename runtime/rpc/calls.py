@@ -177,7 +177,8 @@ class CallTracker:
         This is not a context manager: an error that passes through one stays referenced by its
         frames, and the request by the error.
         """
-        started, code = time.monotonic(), grpc.StatusCode.OK
+        started = time.monotonic()
+        code = grpc.StatusCode.OK
         failure: RpcFailure | None = None
         tracing = UNTRACED if call.method in self._background else self._tracing
         with tracing.call(call.method, context) as span:
@@ -292,7 +293,8 @@ class SendQueue(Generic[ItemT]):
         Only the first call has an effect.
         """
         if not self._is_closed:
-            self._is_closed, self._error = True, error
+            self._is_closed = True
+            self._error = error
             self._wake()
 
     async def take(self) -> list[ItemT]:
@@ -310,7 +312,8 @@ class SendQueue(Generic[ItemT]):
         return self._message()
 
     def _message(self) -> list[ItemT]:
-        taken, total = list[ItemT](), 0
+        taken = list[ItemT]()
+        total = 0
         while self._waiting and len(taken) < self._limits.max_items:
             key, items = next(iter(self._waiting.items()))
             item, weight = items[0]

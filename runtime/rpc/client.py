@@ -108,7 +108,8 @@ def open_sync_channel(
 def _target(
     address: str, options: ChannelOptions, security: ChannelSecurity
 ) -> tuple[str, list[tuple[str, Any]]]:
-    target, arguments = str(parse_peer(address)), options.as_grpc()
+    target = str(parse_peer(address))
+    arguments = options.as_grpc()
     security.check_target(target)
     if security.server_name and security.certificates is not None:
         arguments = [*arguments, ("grpc.ssl_target_name_override", security.server_name)]

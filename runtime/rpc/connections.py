@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Descriptors for workers, stages, grammar processes, /metrics, health, transports and files.
 RESERVED_FILES = 512
 MAX_MARGIN = 1024  # connections beyond the limit that may arrive between two checks
-LOOK_S, BUSY_LOOK_S = 0.25, 0.05
+LOOK_S = 0.25
+BUSY_LOOK_S = 0.05
 LOG_S = 60.0  # interval between two log lines about the same server
 
 
@@ -144,13 +145,16 @@ class ConnectionWatch:
                     "limit": self._limits.kept,
                 },
             )
-            self._logged_s, self._num_closed = time.monotonic(), 0
+            self._logged_s = time.monotonic()
+            self._num_closed = 0
         return len(excess)
 
     def _find(self) -> None:
         """Update the table of open connections."""
-        known, self._connections = self._connections, {}
-        others, self._others = self._others, set()
+        known = self._connections
+        self._connections = {}
+        others = self._others
+        self._others = set()
         found: dict[int, _Connection] = {}
         for name in os.listdir("/proc/self/fd"):
             try:

@@ -47,7 +47,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 
 # Limits of unary requests, and of requests without a token, which contain only a name.
-MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
+MAX_QUESTION_BYTES = 256 << 10
+MAX_OPEN_BYTES = 4 << 10
 # Limit of uncounted bytes in a router's messages, which many requests share: about 1 MiB, or the
 # single input of a long request.
 SHARED_MESSAGE_BYTES = 2 << 20
@@ -57,11 +58,14 @@ _MAX_OTHER_OPEN_CALLS = 4
 _MAX_BACKGROUND_CALLS = 256  # per access level, so that watchers cannot lock out routers
 # Limits of messages being read: bytes in total, and how long the slowest may delay the next one.
 # Calls that need no token get a short limit: an honest client sends the message with the call.
-RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
+RECEIVING_BYTES = 128 << 20
+_MAX_PLACES = 64
+_PATIENCE_S = 5.0
 _OPEN_INTAKE = ReadLimits(places=1, patience_s=0.1, limit_s=5.0)
 # A status waits until the client has read earlier messages. gRPC releases the received bytes of a
 # call some time after its handler ends.
-_ABORT_S, _SETTLE_S = 1.0, 0.1
+_ABORT_S = 1.0
+_SETTLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
             (True, True): handler.stream_stream,
         }
         behavior = behaviors[handler.request_streaming, handler.response_streaming]
-        access, limiter = access_to(method), self._limiter_for(method)
+        access = access_to(method)
+        limiter = self._limiter_for(method)
         is_open = access is Access.OPEN
         read_limiter = self._open_read_limiter if is_open else self._read_limiter
         begins_work = handler.request_streaming or handler.response_streaming

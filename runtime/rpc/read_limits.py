@@ -33,11 +33,14 @@ MessageT = TypeVar("MessageT")
 # interrupted. So parts are counted first; for messages below `uncounted_bytes` counting costs as
 # much as parsing. A chat of 4096 messages that each have a text and a call has 28,673 parts. A
 # number takes at least one byte of a message, four bytes of memory, and 17 ns.
-MAX_PARTS, MAX_NUMBERS = 1 << 15, 1 << 21
+MAX_PARTS = 1 << 15
+MAX_NUMBERS = 1 << 21
 GREED = 8  # largest use of one client, as a multiple of the rest that is left to others
 # gzip reaches 1000:1, prompts rarely exceed 10:1.
-FREE_INFLATED_BYTES, MAX_INFLATION = 64 << 10, 32
-_GZIP, _GZIP_WINDOW_BITS = b"\x1f\x8b", 31
+FREE_INFLATED_BYTES = 64 << 10
+MAX_INFLATION = 32
+_GZIP = b"\x1f\x8b"
+_GZIP_WINDOW_BITS = 31
 # A number of a prompt is stored three times: in the request, in the message to a worker, and as a
 # machine integer.
 _HELD_NUMBER_BYTES = 12
@@ -101,7 +104,8 @@ class ReadLimiter:
         """
         await self._place(client)
         loop = asyncio.get_running_loop()
-        began, reading = loop.time(), None
+        began = loop.time()
+        reading = None
         try:
             async with asyncio.timeout(self._limits.limit_s) as scope:
                 reading = _Reading(client, began, scope)
@@ -185,7 +189,8 @@ class ReadLimiter:
     def _hurry(self, readings: Iterable[_Reading]) -> None:
         now = asyncio.get_running_loop().time()
         for reading in readings:
-            ends_at, until = reading.scope.when(), max(now, reading.since + self._limits.patience_s)
+            ends_at = reading.scope.when()
+            until = max(now, reading.since + self._limits.patience_s)
             if not reading.scope.expired() and (ends_at is None or until < ends_at):
                 reading.scope.reschedule(until)
 
@@ -213,7 +218,8 @@ class CallLimiter:
 
         Raises CapacityError if there are too many, in total or of this client.
         """
-        left, own = self._max_calls - self.num_calls, self._calls_of[client]
+        left = self._max_calls - self.num_calls
+        own = self._calls_of[client]
         if left <= 0:
             raise CapacityError(
                 f"{self._max_calls} {self._name} are open, which is the limit",
@@ -239,7 +245,8 @@ class CallLimiter:
         Raises CapacityError if the open requests have too many bytes, in total or of this client. A
         single request is always accepted.
         """
-        left, own = self._max_bytes - self.num_bytes - num_bytes, self._bytes_of[client]
+        left = self._max_bytes - self.num_bytes - num_bytes
+        own = self._bytes_of[client]
         if self.num_bytes and left < 0:
             raise CapacityError(
                 f"the messages of the open calls have {self.num_bytes} bytes and this one "
@@ -329,7 +336,8 @@ def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callab
     the largest message. They carry no flag, but a protobuf message never begins with the first byte
     of gzip, which would be a field of type 7.
     """
-    kind, descriptor = parse.__self__ if isinstance(parse, BuiltinMethodType) else None, None
+    kind = parse.__self__ if isinstance(parse, BuiltinMethodType) else None
+    descriptor = None
     if isinstance(kind, type) and issubclass(kind, Message):
         descriptor = cast("Descriptor", kind.DESCRIPTOR)  # the stubs know two kinds of descriptors
 
@@ -409,7 +417,9 @@ def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
         DecodeError, IndexError: it is not a message.
     """
     num_parts = num_numbers = at = 0
-    end, fields, outer = len(raw), _fields_of(descriptor), list[tuple[int, _Fields]]()
+    end = len(raw)
+    fields = _fields_of(descriptor)
+    outer = list[tuple[int, _Fields]]()
     while at < end or outer:
         if at >= end:
             end, fields = outer.pop()
@@ -427,7 +437,8 @@ def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
         inner = fields.messages.get(tag >> 3)
         if inner is not None:
             outer.append((end, fields))
-            end, fields = at + length, _fields_of(inner)
+            end = at + length
+            fields = _fields_of(inner)
             continue
         if tag >> 3 in fields.numbers:
             num_numbers += len(raw[at : at + length].translate(None, _CONTINUED))

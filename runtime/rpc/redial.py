@@ -65,9 +65,11 @@ class _Dialer(Generic[ChannelT]):
             found = None if store is None else store.current()
             if self._dialed is not None and found is self._used and not self._is_given_up:
                 return self._dialed, None
-            replaced, self._used = self._dialed, found
+            replaced = self._dialed
+            self._used = found
             self._dialed = self._dial(None if found is None else found.channel_credentials())
-            self._dialed_s, self._is_given_up = self._clock.now(), False
+            self._dialed_s = self._clock.now()
+            self._is_given_up = False
             return self._dialed, replaced
 
     def with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:

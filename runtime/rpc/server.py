@@ -37,13 +37,16 @@ HANDSHAKE_S = 5.0
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # Pings closer together than this count as strikes, and the last strike closes the connection.
 # Baton's clients ping every keepalive_s.
-MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
+MIN_PING_INTERVAL_S = 0.3
+MAX_PING_STRIKES = 5
 # `runtime.rpc.read_limits` inflates messages, because it limits their size; gRPC rejects deflate.
 IDENTITY_AND_GZIP = 1 << 0 | 1 << 2
 # Calls that gRPC may hold until the event loop takes them.
 MAX_PENDING_CALLS = 1000
 # Limits of the health port: one service name per message, a few connections.
-HEALTH_MESSAGE_BYTES, HEALTH_CALLS, HEALTH_CONNECTIONS = 1 << 10, 32, 64
+HEALTH_MESSAGE_BYTES = 1 << 10
+HEALTH_CALLS = 32
+HEALTH_CONNECTIONS = 64
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ class GrpcServer:
         if self._security.weakness and not self._listen.is_loopback:
             logger.warning("%s is %s", self._listen, self._security.weakness)
         address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")
-        kept, wanted = self._options.connection_limits().kept, self._options.max_connections
+        kept = self._options.connection_limits().kept
+        wanted = self._options.max_connections
         if kept < wanted:
             logger.warning(
                 "RLIMIT_NOFILE is %d, which allows %d connections and not the %d of "

@@ -33,8 +33,10 @@ DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # The message is sent twice, once percent-encoded (up to three times as long), and violations in
 # base64.
-MAX_MESSAGE_BYTES, MAX_ID_BYTES = 1024, 128
-MAX_VIOLATIONS, MAX_VIOLATIONS_BYTES = 16, 1536
+MAX_MESSAGE_BYTES = 1024
+MAX_ID_BYTES = 128
+MAX_VIOLATIONS = 16
+MAX_VIOLATIONS_BYTES = 1536
 MAX_RETRY_AFTER_S = 30.0
 
 _CODES: Mapping[type[BatonError], grpc.StatusCode] = {
@@ -100,7 +102,8 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
         return _failure(grpc.StatusCode.INTERNAL, message, [_error_info(reason, {}), info])
     if isinstance(error, errors.InvalidRequestError):
         error = type(error)(*_shown(error.violations))
-    code, message = code_of(error), _cut(str(error), MAX_MESSAGE_BYTES)
+    code = code_of(error)
+    message = _cut(str(error), MAX_MESSAGE_BYTES)
     details: list[Message] = [_error_info(error.reason, _facts(error)), *_specific(error, message)]
     trailers: list[tuple[str, str | bytes]] = []
     if error.retry_after_s is not None:
@@ -297,7 +300,8 @@ _CODE_OF_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code i
 
 
 def _error_of(code: grpc.StatusCode, message: str, status: Status) -> BatonError:
-    message, details = message or "no details", _read_details(status)
+    message = message or "no details"
+    details = _read_details(status)
     if details.reason in _BY_REASON:
         return _BY_REASON[details.reason](message, details)
     if code in _BY_CODE:
@@ -318,7 +322,9 @@ def _parsed(raw: bytes) -> Status:
 
 
 def _read_details(status: Status) -> _Details:
-    info, bad, retry = details_pb2.ErrorInfo(), details_pb2.BadRequest(), details_pb2.RetryInfo()
+    info = details_pb2.ErrorInfo()
+    bad = details_pb2.BadRequest()
+    retry = details_pb2.RetryInfo()
     for packed in status.details:
         for detail in (info, bad, retry):
             try:

@@ -35,7 +35,8 @@ def reach_problem(details: str | None) -> str:
     """
     details = details or "no details"
     if (name := _NAME.fullmatch(details)) is not None:
-        host, why = name[1].rpartition(":")[0], name[2].lower()
+        host = name[1].rpartition(":")[0]
+        why = name[2].lower()
         return (
             f"{host} has no address"
             if why == "domain name not found"
@@ -46,5 +47,6 @@ def reach_problem(details: str | None) -> str:
     attempt = _ATTEMPT.fullmatch(details)
     if attempt is None:
         return details
-    address, cause = unquote(attempt[1]), attempt[2]
+    address = unquote(attempt[1])
+    cause = attempt[2]
     return f"{address}: {next((words for sign, words in _CAUSES if sign in cause), cause)}"

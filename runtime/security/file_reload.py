@@ -89,7 +89,8 @@ class Watched(Generic[T]):
         before = self._look()
         for _ in range(_ATTEMPTS):
             contents = self._see()
-            problem, made = None, None
+            problem = None
+            made = None
             try:
                 made = (self._make(contents),)
             except ConfigError as error:

@@ -103,11 +103,14 @@ class LayerGate:
             return []
         self._next_poll_s = now + POLL_S
         answers: dict[DeviceEvent, bool] = {}
-        num_open, behind = 0, set[tuple[int, int]]()
-        done, kept = list[DoneLayer](), deque[_Launched]()
+        num_open = 0
+        behind = set[tuple[int, int]]()
+        done = list[DoneLayer]()
+        kept = deque[_Launched]()
         while self._launched and num_open < LOOK_AHEAD:
             launched = self._launched.popleft()
-            event, place = launched.event, launched.layer[:2]
+            event = launched.event
+            place = launched.layer[:2]
             if event not in answers:
                 answers[event] = event.query()
                 num_open += not answers[event]
@@ -211,7 +214,8 @@ class Prompts:
 
         Returns whether there were any.
         """
-        passed, overdue = self._gate.passed(), self._gate.overdue()
+        passed = self._gate.passed()
+        overdue = self._gate.overdue()
         for layer in passed:
             self._release(layer)
         for request_key, error in overdue.items():

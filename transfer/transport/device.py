@@ -219,7 +219,8 @@ class DeviceTransport:
             self._end(crossing, OperationState.DONE)
         self._fetch_landed()
         self._fetch()
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def wait(self, timeout_s: float) -> None:

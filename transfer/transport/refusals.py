@@ -60,7 +60,8 @@ class Refusals:
         """
         self._counts[reason] += 1
         self._on_refused(reason)
-        now, count = self._clock(), self._counts[reason]
+        now = self._clock()
+        count = self._counts[reason]
         logged_s, logged_count = self._logged.get(reason, (now - LOG_INTERVAL_S, 0))
         if now - logged_s >= LOG_INTERVAL_S:
             self._logged[reason] = now, count

@@ -14,7 +14,8 @@ def frame_address(raw: bytes) -> bytes:
 
 def unframe_address(address: bytes) -> bytes:
     """Return the address for UCX. Raises PeerLostError if `frame_address` did not make it."""
-    digest, raw = address[:_DIGEST_BYTES], address[_DIGEST_BYTES:]
+    digest = address[:_DIGEST_BYTES]
+    raw = address[_DIGEST_BYTES:]
     if not raw or xxhash.xxh3_64_digest(raw) != digest:
         raise PeerLostError(f"{len(address)} bytes are not the address of a UCX worker")
     return raw

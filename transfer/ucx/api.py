@@ -98,7 +98,8 @@ def load_ucx() -> None:
     )
     folders = [] if package is None or prefers_system else package.submodule_search_locations or []
     open_library = ctypes.CDLL(None).dlopen
-    open_library.argtypes, open_library.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    open_library.argtypes = (ctypes.c_char_p, ctypes.c_int)
+    open_library.restype = ctypes.c_void_p
     for name in (*(f"{folder}/lib/libucs.so" for folder in folders), "libucs.so.0"):
         if open_library(name.encode(), os.RTLD_NOW):
             return

@@ -15,9 +15,15 @@ from typing import Self
 
 from runtime.errors import ConfigError
 
-RDMA_DEVICES, NETWORK_DEVICES = Path("/sys/class/infiniband"), Path("/sys/class/net")
-_IFF_UP, _IFF_LOOPBACK, _SIOCGIFADDR, _MAX_NAME = 0x1, 0x8, 0x8915, 15  # see netdevice(7)
-INTERFACE_FIELD, PORTS_FIELD = "transport_interface", "transport_ports"
+RDMA_DEVICES = Path("/sys/class/infiniband")
+NETWORK_DEVICES = Path("/sys/class/net")
+# see netdevice(7)
+_IFF_UP = 0x1
+_IFF_LOOPBACK = 0x8
+_SIOCGIFADDR = 0x8915
+_MAX_NAME = 15
+INTERFACE_FIELD = "transport_interface"
+PORTS_FIELD = "transport_ports"
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,8 @@ def parse_ports(text: str) -> tuple[int, int]:
     """Parse "LOW-HIGH", both inclusive. Raises ConfigError naming the setting and its limits."""
     low, dash, high = text.partition("-")
     if dash and low.isascii() and low.isdigit() and high.isascii() and high.isdigit():
-        first, last = int(low), int(high)
+        first = int(low)
+        last = int(high)
         if 1 <= first <= last <= 65535:
             return first, last
     raise ConfigError(

@@ -33,7 +33,8 @@ class SilentPeers(Generic[PeerT]):
         the last call.
         """
         now = self._clock.now()
-        passed_s, self._asked_s = min(now - self._asked_s, HELD_UP_S), now
+        passed_s = min(now - self._asked_s, HELD_UP_S)
+        self._asked_s = now
         self._silent_s = {
             peer: 0.0
             if peer in moved or peer not in self._silent_s

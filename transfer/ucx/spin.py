@@ -12,7 +12,8 @@ ROOM = 2  # spin limit as a multiple of the longest recent wait
 HELD_UP_S = 30e-6  # a larger gap between two checks means that another thread had the core
 # Share of a core, and CPU time at once, of other processes. More means that they need the core; a
 # kernel or a host uses less.
-OTHERS_SHARE, OTHERS_S = 0.1, 1e-3
+OTHERS_SHARE = 0.1
+OTHERS_S = 1e-3
 SHARED_FOR_S = 0.1  # time without spinning once a core is shared: a sleeper is woken sooner
 
 
@@ -35,7 +36,8 @@ class SpinThenSleep:
         cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         """Create the state; `cpu_clock` returns the CPU seconds of all threads of this process."""
-        self._clock, self._cpu_clock = clock, cpu_clock
+        self._clock = clock
+        self._cpu_clock = cpu_clock
         self._waits_s: deque[float] = deque(maxlen=NUM_WAITS)
         self._began_s = self._looked_s = self._until_s = self._shared_until_s = 0.0
         self._counted_s = self._counted_cpu_s = 0.0  # last update of the other processes' time
@@ -59,7 +61,8 @@ class SpinThenSleep:
         """Add the time in which the threads of this process did not have the core."""
         cpu_s = self._cpu_clock()
         others_s = now - self._counted_s - (cpu_s - self._counted_cpu_s)
-        self._counted_s, self._counted_cpu_s = now, cpu_s
+        self._counted_s = now
+        self._counted_cpu_s = cpu_s
         self._others_s = others_s + max(
             0.0, self._others_s - OTHERS_SHARE * (now - self._others_at_s)
         )

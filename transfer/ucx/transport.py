@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 SPIN_S = 50e-6
 SHARED_CORE_S = 30e-6
 ACTIVE_WAIT_S = 1e-3  # shared memory does not report that a full queue has room again
-PEER_CHECK_S, SOCKET_CHECK_S = 0.02, 1.0
+PEER_CHECK_S = 0.02
+SOCKET_CHECK_S = 1.0
 MAX_PROGRESS_STEPS = 64
 
 
@@ -209,13 +210,15 @@ class UcxTransport:
         if now >= self._next_socket_check_s:
             self._next_socket_check_s = now + SOCKET_CHECK_S
             self._sockets.apply()
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         self._num_pending -= len(ended)
         return ended
 
     def _cut_off_silent_peers(self) -> None:
         """Close the connections of silent peers, so that their requests move elsewhere."""
-        moved, self._moved = self._moved, set()
+        moved = self._moved
+        self._moved = set()
         for peer in self._silent.over_limit(
             {operation.peer for operation, _ in self._active if operation.peer.alive}, moved
         ):
@@ -245,7 +248,8 @@ class UcxTransport:
             if self._worker.progress_once() or self._wakeup.is_set:
                 return True
             os.sched_yield()  # the peer may need this core to continue
-            yielded_at_s, now = now, self._clock.now()
+            yielded_at_s = now
+            now = self._clock.now()
             if now - yielded_at_s > SHARED_CORE_S:
                 # Another process uses this core, probably the peer. Schedulers leave two processes
                 # that only yield to each other on one core, but wake a sleeper on an idle one.

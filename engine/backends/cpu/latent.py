@@ -157,7 +157,8 @@ class CpuLatentAttention:
             context + query
             for context, query in zip(batch.context_lens, batch.query_lens, strict=True)
         ]
-        tables, most_keys = batch.page_tables.int().contiguous(), max(lengths, default=0)
+        tables = batch.page_tables.int().contiguous()
+        most_keys = max(lengths, default=0)
         if most_keys > tables.shape[1] * size:
             raise InternalError(f"a row of {most_keys} keys has {tables.shape[1]} pages of {size}")
         num_pages = self._num_pages
@@ -171,7 +172,8 @@ class CpuLatentAttention:
                 f"the pools have {num_pages} pages, the page tables name {tables.tolist()}"
             )
         slots = tables[token_rows, positions // size].long() * size + positions % size
-        rows, plain = None, None
+        rows = None
+        plain = None
         if self._is_compiled:
             rows = _latent_rows(batch, lengths, tables, token_rows, positions)
         else:
@@ -197,7 +199,8 @@ class CpuLatentAttention:
 def _latent_rows(
     batch: ForwardBatch, lengths: list[int], tables: Tensor, token_rows: Tensor, positions: Tensor
 ) -> LatentRows:
-    num_common, listed = positions + 1, torch.empty(len(positions), 0, dtype=torch.int32)
+    num_common = positions + 1
+    listed = torch.empty(len(positions), 0, dtype=torch.int32)
     visibility = tree_visibility(batch)
     if visibility:
         firsts = torch.tensor(

@@ -49,10 +49,8 @@ class PlainLatents:
         chosen = [torch.empty(0, width, dtype=torch.int32)]
         for row, tokens in self._row_tiles(elements_per_token=num_heads * self.key_slots.shape[1]):
             blocks = keys[self.key_slots[row]].view(-1, _BLOCK, head_dim)
-            scores, hidden = (
-                _index_scores(q[tokens].float(), blocks.float(), weights[tokens]),
-                self.hidden[tokens],
-            )
+            scores = _index_scores(q[tokens].float(), blocks.float(), weights[tokens])
+            hidden = self.hidden[tokens]
             chosen.append(best_positions(scores.masked_fill(hidden, float("-inf")), hidden, width))
         return torch.cat(chosen)
 

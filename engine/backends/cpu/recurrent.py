@@ -83,7 +83,8 @@ class CpuRecurrent:
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """Implement `RecurrentBackend.causal_conv`."""
-        pool, plan = pool_of(self._conv_pools, layer_id, "conv"), self.plan(batch)
+        pool = pool_of(self._conv_pools, layer_id, "conv")
+        plan = self.plan(batch)
         if not x.shape[0]:
             return x
         if x.dtype == pool.dtype and has_kernels(x.dtype):
@@ -103,7 +104,8 @@ class CpuRecurrent:
         batch: ForwardBatch,
     ) -> Tensor:
         """Implement `RecurrentBackend.gated_delta_rule`, including the normalization of q and k."""
-        pool, plan = pool_of(self._state_pools, layer_id, "state"), self.plan(batch)
+        pool = pool_of(self._state_pools, layer_id, "state")
+        plan = self.plan(batch)
         if not v.shape[0]:
             return v.float()
         if not has_kernels(v.dtype):
@@ -147,7 +149,8 @@ def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) ->
     inputs[layout.history_at.flatten()] = history.flatten(0, 1)
     inputs[layout.window_at] = x
     pool[batch.slot_ids.long()] = inputs[layout.latest_at]
-    wide, length = inputs.float(), len(inputs) - kernel + 1
+    wide = inputs.float()
+    length = len(inputs) - kernel + 1
     out = _convolve([wide[tap : tap + length] for tap in range(kernel)], taps)
     return out[layout.window_at - (kernel - 1)].to(x.dtype)
 
@@ -156,7 +159,9 @@ def _plain_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, batch: ForwardBatch
 ) -> Tensor:
     q, k = normalise_heads(q, k, v.shape[1])
-    v, g, state = v.float(), decays_of(g), _load(pool, batch)
+    v = v.float()
+    g = decays_of(g)
+    state = _load(pool, batch)
     if batch.mode is ForwardMode.DECODE:
         out, state = recurrent_step(q, k, v, g, beta, state)
     else:

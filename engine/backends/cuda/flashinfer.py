@@ -146,13 +146,12 @@ class FlashInferAttention:
         """
         rows, positions = storage_positions(batch)
         page_size = self._geometry.page_size
-        pages, offsets = (
-            batch.page_tables.cpu().long()[rows, positions // page_size],
-            positions % page_size,
-        )
+        pages = batch.page_tables.cpu().long()[rows, positions // page_size]
+        offsets = positions % page_size
         slot = self._schedule(batch) if len(positions) and self._pools else None
         if batch.graph_bucket is None:
-            pages, offsets = moved(pages, self._device), moved(offsets, self._device)
+            pages = moved(pages, self._device)
+            offsets = moved(offsets, self._device)
         else:
             pages, offsets = self._refill_writes(pages, offsets)
         plan = FlashInferPlan(
@@ -215,7 +214,8 @@ class FlashInferAttention:
 
     def _schedule(self, batch: ForwardBatch) -> _AnySlot:
         """Plan the batch's wrapper: that of its bucket, or the next of its kind."""
-        geometry, keys = self._geometry, _keys_of(batch, self._geometry.page_size, self._device)
+        geometry = self._geometry
+        keys = _keys_of(batch, self._geometry.page_size, self._device)
         heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size)
         window = -1 if geometry.window is None else geometry.window
         visible = _visible(batch)
@@ -268,10 +268,8 @@ class FlashInferAttention:
         A page has one owner, so real rows have no more pages than the pool. Padded rows have null
         pages, and their part of a mask is at most their own square.
         """
-        page_size, num_pages = (
-            self._geometry.page_size,
-            max((len(pool) for pool in self._pools.values()), default=1),
-        )
+        page_size = self._geometry.page_size
+        num_pages = max((len(pool) for pool in self._pools.values()), default=1)
         padding = bucket.num_rows + -(-bucket.num_tokens // page_size)
         bits = bucket.row_tokens * num_pages * page_size + bucket.num_tokens**2
         return GraphSizes(
@@ -326,7 +324,8 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 def _visible(batch: ForwardBatch) -> tuple[Tensor, ...]:
     """Return for each row a mask of its last keys; empty if plain causal order applies."""
-    bucket, info = batch.graph_bucket, batch.spec_info
+    bucket = batch.graph_bucket
+    info = batch.spec_info
     if bucket is not None and bucket.is_masked and isinstance(info, SpecInfo):
         return visible_in_trees(info, batch.query_lens)  # a captured mask also needs chains
     return tree_visibility(batch)

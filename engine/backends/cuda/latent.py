@@ -119,10 +119,12 @@ class DeviceLatentAttention:
         Raises:
             InternalError: a tree has another size than its row.
         """
-        size, device = self._geometry.page_size, self._device
+        size = self._geometry.page_size
+        device = self._device
         rows, positions = storage_positions(batch)
         tables = batch.page_tables.cpu().long()
-        token_rows, tables_there = rows.to(device), tables.to(device)
+        token_rows = rows.to(device)
+        tables_there = tables.to(device)
         lengths = torch.tensor(
             [
                 context + query
@@ -130,7 +132,10 @@ class DeviceLatentAttention:
             ],
             dtype=torch.long,
         )
-        masks, visible, listed, slot = tree_visibility(batch), None, None, None
+        masks = tree_visibility(batch)
+        visible = None
+        listed = None
+        slot = None
         if masks or self._geometry.max_selected or self._causal is None:
             visible = _visible(
                 batch, masks, positions.to(device), int(lengths.max()) if len(lengths) else 0
@@ -203,7 +208,8 @@ class DeviceLatentAttention:
         cached = entries_of(self._latent_pools, layer_id, "latent pages")
         cached[plan.own_slots] = entries
         selected = checked_selection(selected, layer_id, plan.num_tokens, self._geometry)
-        latent_dim, scale = self._geometry.latent_dim, self._geometry.scale
+        latent_dim = self._geometry.latent_dim
+        scale = self._geometry.scale
         if selected is not None:
             listed = _slots(plan.tables, plan.token_rows, selected, self._geometry.page_size)
             return self._kernels.listed_attention(
@@ -285,7 +291,8 @@ def _visible(
     `positions` [T] are the storage positions of the tokens. Only the masks themselves are copied to
     the device.
     """
-    device, key_ids = positions.device, torch.arange(num_keys, device=positions.device)
+    device = positions.device
+    key_ids = torch.arange(num_keys, device=positions.device)
     if not masks:
         return key_ids <= positions[:, None]
     width = max(mask.shape[1] for mask in masks)

@@ -35,7 +35,8 @@ class DeviceRecurrent:
         num_scratch: int = 0,
     ) -> None:
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
-        self._max_nodes, self._num_scratch = max_nodes, num_scratch
+        self._max_nodes = max_nodes
+        self._num_scratch = num_scratch
         self._conv_scratch, self._state_scratch = (
             {
                 layer_id: node_scratch(pool, num_scratch * max_nodes)
@@ -80,7 +81,8 @@ class DeviceRecurrent:
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """Implement `RecurrentBackend.causal_conv`."""
-        pool, trees = pool_of(self._conv_pools, layer_id, "conv"), self._prepare(batch)
+        pool = pool_of(self._conv_pools, layer_id, "conv")
+        trees = self._prepare(batch)
         x = x.contiguous()
         if batch.mode is ForwardMode.PREFILL:
             return conv_prefill(x, weight, pool, trees.slots, trees.fresh, batch.query_lens)
@@ -99,7 +101,8 @@ class DeviceRecurrent:
         batch: ForwardBatch,
     ) -> Tensor:
         """Implement `RecurrentBackend.gated_delta_rule`."""
-        pool, trees = pool_of(self._state_pools, layer_id, "state"), self._prepare(batch)
+        pool = pool_of(self._state_pools, layer_id, "state")
+        trees = self._prepare(batch)
         q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
         if batch.mode is ForwardMode.PREFILL:
             return delta_chunks(q, k, v, g, beta, pool, trees.slots, trees.fresh, batch.query_lens)
@@ -178,9 +181,13 @@ class DeviceRecurrent:
             raise InternalError("this pool has no memory for states of tree nodes")
         if not isinstance(info, SpecInfo):
             raise InternalError("a VERIFY batch needs its trees")
-        starts, rows, parents, targets = [0], list[int](), list[int](), list[int]()
+        starts = [0]
+        rows = list[int]()
+        parents = list[int]()
+        targets = list[int]()
         for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
-            count, first = len(spec.parents), starts[-1]
+            count = len(spec.parents)
+            first = starts[-1]
             is_padding = batch.graph_bucket is not None and slot == NULL_INDEX
             if count != batch.query_lens[row] or not (is_padding or 0 < count <= self._max_nodes):
                 raise InternalError(

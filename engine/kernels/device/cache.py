@@ -21,7 +21,8 @@ def write_kv_kernel(
         entry = tl.load(k + source, mask=inside)
     else:
         entry = tl.load(v + source, mask=inside)
-    head, channel = at // head_dim, at % head_dim
+    head = at // head_dim
+    channel = at % head_dim
     target = (((page * 2 + part) * num_heads + head) * page_size + offset) * head_dim + channel
     tl.store(pool + target, entry, mask=inside)
 

@@ -52,7 +52,8 @@ def conv_history_kernel(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
-    start, stop = tl.load(starts + row).to(tl.int64), tl.load(stops + row).to(tl.int64)
+    start = tl.load(starts + row).to(tl.int64)
+    stop = tl.load(stops + row).to(tl.int64)
     record = tl.load(slots + row).to(tl.int64) * (KERNEL - 1) * num_channels
     old_channels = tl.where(tl.load(fresh + row) == 0, num_channels, 0)
     # In ascending order an old input moves down, so its place was read before.

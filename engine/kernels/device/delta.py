@@ -83,7 +83,8 @@ def delta_step_kernel(
     head = tl.program_id(1)
     row = tl.arange(0, DK_BLOCK)
     column = tl.program_id(2) * DV_BLOCK + tl.arange(0, DV_BLOCK)
-    in_row, in_column = row < DK, column < DV
+    in_row = row < DK
+    in_column = column < DV
     k_head = head // (num_v_heads // num_k_heads)
     at = (token * num_k_heads + k_head) * DK + row
     key = tl.load(k + at, mask=in_row, other=0.0).to(tl.float32)

@@ -67,7 +67,8 @@ def chunk_inverse_kernel(
     """
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
+    first = tl.load(firsts + chunk).to(tl.int64)
+    count = tl.load(counts + chunk)
     token = tl.arange(0, C)
     key = _unit(
         _heads_of_chunk(
@@ -127,9 +128,11 @@ def chunk_prepare_kernel(
     """
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
+    first = tl.load(firsts + chunk).to(tl.int64)
+    count = tl.load(counts + chunk)
     k_head = head // (num_v_heads // num_k_heads)
-    token, channel = tl.arange(0, C), tl.arange(0, DK_BLOCK)
+    token = tl.arange(0, C)
+    channel = tl.arange(0, DK_BLOCK)
     total, decay = _decays(g, first, count, num_v_heads, head, C)
     grown = tl.exp(total)[:, None]
     last = tl.sum(tl.where(token == C - 1, total, 0.0), 0)
@@ -190,7 +193,8 @@ def chunk_scan_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    token, channel = tl.arange(0, C), tl.arange(0, DK_BLOCK)
+    token = tl.arange(0, C)
+    channel = tl.arange(0, DK_BLOCK)
     column = tl.program_id(2) * DV_BLOCK + tl.arange(0, DV_BLOCK)
     cell = ((tl.load(slots + row).to(tl.int64) * num_v_heads + head) * DK + channel)[
         :, None
@@ -200,7 +204,8 @@ def chunk_scan_kernel(
     in_old = (channel < old_rows)[:, None] & (column < DV)[None, :]
     state = tl.load(states + cell, mask=in_old, other=0.0)
     for chunk in range(tl.load(row_chunks + row), tl.load(row_chunks + row + 1)):
-        first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
+        first = tl.load(firsts + chunk).to(tl.int64)
+        count = tl.load(counts + chunk)
         place = tl.cast(chunk, tl.int64) * num_v_heads + head
         wide = (place * C + token)[:, None] * DK_BLOCK + channel[None, :]
         added = tl.load(
@@ -244,7 +249,10 @@ def delta_chunks(
     rows = [row for row, length in enumerate(query_lens) if length]
     if not rows:
         return out
-    firsts, counts, row_chunks, start = list[int](), list[int](), [0], 0
+    firsts = list[int]()
+    counts = list[int]()
+    row_chunks = [0]
+    start = 0
     for length in (query_lens[row] for row in rows):
         firsts += range(start, start + length, CHUNK)
         counts += [min(CHUNK, length - done) for done in range(0, length, CHUNK)]

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS, _KEYS, _SCORED_KEYS = 16, 32, 128
+_HEADS = 16
+_KEYS = 32
+_SCORED_KEYS = 128
 
 
 @triton.jit
@@ -35,8 +37,11 @@ def listed_attention_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
-    latent, rope = tl.arange(0, LATENT_BLOCK), tl.arange(0, ROPE_BLOCK)
-    in_head, in_latent, in_rope = head < num_heads, latent < LATENT, rope < ROPE
+    latent = tl.arange(0, LATENT_BLOCK)
+    rope = tl.arange(0, ROPE_BLOCK)
+    in_head = head < num_heads
+    in_latent = latent < LATENT
+    in_rope = rope < ROPE
     at = (token * num_heads + head)[:, None] * (LATENT + ROPE)
     q_latent = tl.load(
         q + at + latent[None, :], mask=in_head[:, None] & in_latent[None, :], other=0.0

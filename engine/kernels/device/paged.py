@@ -36,12 +36,14 @@ def paged_attention_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    member, channel = tl.arange(0, H), tl.arange(0, D_BLOCK)
+    member = tl.arange(0, H)
+    channel = tl.arange(0, D_BLOCK)
     inside = (member < SHARE)[:, None] & (channel < D)[None, :]
     at = (token * num_heads + kv_head * SHARE + member)[:, None] * D + channel[None, :]
     query = tl.load(q + at, mask=inside, other=0.0)
     pages = indices + tl.load(first_pages + token)
-    begin, limit = tl.load(begins + token), tl.load(limits + token)
+    begin = tl.load(begins + token)
+    limit = tl.load(limits + token)
     highest = tl.full((H,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((H,), tl.float32)
     total = tl.zeros((H, D_BLOCK), tl.float32)

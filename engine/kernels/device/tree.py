@@ -108,7 +108,8 @@ def delta_tree_kernel(
     head = tl.program_id(1)
     channel = tl.arange(0, DK_BLOCK)
     column = tl.program_id(2) * DV_BLOCK + tl.arange(0, DV_BLOCK)
-    in_row, in_column = channel < DK, column < DV
+    in_row = channel < DK
+    in_column = column < DV
     inside = in_row[:, None] & in_column[None, :]
     cell = (head * DK + channel)[:, None] * DV + column[None, :]
     size = num_v_heads * DK * DV

@@ -87,13 +87,12 @@ class MultiStepAttention:
 
         Shapes are those of `AttentionBackend.run`, with T = R * K.
         """
-        plan, geometry = self._checked_plan(batch), self._geometry
-        rows, branches, heads, dim = (
-            batch.num_rows,
-            plan.num_branches,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-        )
+        plan = self._checked_plan(batch)
+        geometry = self._geometry
+        rows = batch.num_rows
+        branches = plan.num_branches
+        heads = geometry.num_kv_heads
+        dim = geometry.head_dim
         group = geometry.num_heads // heads
         shape = rows, branches, heads, dim
         layer, end = self._extended(plan, layer_id, k.view(shape), v.view(shape))

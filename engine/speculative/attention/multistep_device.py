@@ -107,7 +107,8 @@ class DeviceRounds:
 
         Shapes are those of `AttentionBackend.run`.
         """
-        plan, geometry = self.check_current(batch), self._geometry
+        plan = self.check_current(batch)
+        geometry = self._geometry
         if (batch.num_rows, batch.num_tokens, len(q)) != (
             plan.num_rows,
             plan.num_rows * plan.num_branches,
@@ -123,7 +124,8 @@ class DeviceRounds:
         own = (
             q.view(shape) * geometry.scale @ keys.transpose(-1, -2)
         ).float()  # [R, K, kv, heads per kv head, s]
-        of_committed, of_own = sums.view(shape[:-1]) * math.log(2), own.logsumexp(-1)
+        of_committed = sums.view(shape[:-1]) * math.log(2)
+        of_own = own.logsumexp(-1)
         total = torch.logaddexp(of_committed, of_own)
         seen = committed.view(shape) * (of_committed - total).exp()[..., None]
         out = seen + (own - total[..., None]).exp().to(q.dtype) @ values
@@ -131,7 +133,8 @@ class DeviceRounds:
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """Continue the branches at `parents` [R, K] of the last step in the next one."""
-        paths, index = self.check_current(batch).paths, parents[:, :, None, None, None]
+        paths = self.check_current(batch).paths
+        index = parents[:, :, None, None, None]
         for layer_id, parts in paths.items():
             keys, values = (part.gather(1, index.expand_as(part)) for part in parts)
             paths[layer_id] = keys, values
@@ -155,7 +158,9 @@ class DeviceRounds:
 
     def _schedule(self, batch: ForwardBatch, branches: int) -> Slot[LseWrapper]:
         """Plan the wrapper of the batch's bucket, or the next wrapper for eager rounds."""
-        geometry, size, bucket = self._geometry, self._geometry.page_size, batch.graph_bucket
+        geometry = self._geometry
+        size = self._geometry.page_size
+        bucket = batch.graph_bucket
         if min(batch.context_lens) < 1 or (bucket is not None and bucket not in self._captured):
             raise InternalError(
                 f"no round of {batch.num_rows} rows after {batch.context_lens} slots in {bucket}"

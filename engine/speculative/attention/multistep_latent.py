@@ -158,7 +158,8 @@ class MultiStepLatentAttention:
 
         A place without a key reads the first key, which is always written. The place is masked.
         """
-        positions, tokens = seen.clamp(min=0), torch.arange(len(seen), device=seen.device)[:, None]
+        positions = seen.clamp(min=0)
+        tokens = torch.arange(len(seen), device=seen.device)[:, None]
         rows = tokens // plan.num_branches
         committed = self._latent_pools[layer_id][
             plan.slots[rows, positions.clamp(max=plan.slots.shape[1] - 1)]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 
-MAX_TOPK, MAX_STEPS, MAX_DRAFT_TOKENS = 32, 16, 128
+MAX_TOPK = 32
+MAX_STEPS = 16
+MAX_DRAFT_TOKENS = 128
 
 
 @dataclass(frozen=True)

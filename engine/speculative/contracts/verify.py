@@ -122,7 +122,9 @@ def _children(batch: ForwardBatch) -> list[dict[tuple[int, int], int]]:
     """Return per row a mapping of (node, token) to the first child with that token."""
     if not isinstance(batch.spec_info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
-    tokens, start, found = batch.spec_info.token_ids.tolist(), 0, []
+    tokens = batch.spec_info.token_ids.tolist()
+    start = 0
+    found = []
     for row, length in zip(batch.spec_info.rows, batch.query_lens, strict=True):
         known: dict[tuple[int, int], int] = {}
         for node in range(1, length):

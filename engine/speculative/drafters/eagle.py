@@ -108,10 +108,8 @@ class EagleDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft state is handed over to this pool")
-        ends, num_nodes = (
-            self._handed.get(batch.slot_ids.long()),
-            [row.num_draft_tokens or 0 for row in info.rows],
-        )
+        ends = self._handed.get(batch.slot_ids.long())
+        num_nodes = [row.num_draft_tokens or 0 for row in info.rows]
         if self._recorded is not None:
             candidates = self._recorded.begin(batch, batch.context_lens, ends)
             if candidates is not None:

@@ -99,7 +99,8 @@ class FrozenDrafter:
         `hidden` is [R, target hidden], before the newest tokens.
         """
         self.num_plans["draft_round"] += plan_where_needed(batch, self._attention)
-        log_p, tokens = [], []
+        log_p = []
+        tokens = []
         for _ in range(steps):
             own = self._model.forward(batch, hidden, self._context)
             best, batch.token_ids = self._model.logits(own).log_softmax(-1).max(-1)

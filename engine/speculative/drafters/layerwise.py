@@ -102,7 +102,8 @@ class LayerwiseDrafter:
         device = next(iter(output.aux_hidden.values())).device
         hidden = self._layers[0].features(output.aux_hidden, torch.tensor(tokens).to(device))
         self.num_plans["draft_extend"] += plan_where_needed(extend, self._attention.pages)
-        last, found = row_ends(extend), []
+        last = row_ends(extend)
+        found = []
         for layer in self._layers:
             extend.spec_info = CarriedKeys()  # every layer chooses its own keys
             hidden = layer.forward(extend, hidden, self._attention.on_pages)

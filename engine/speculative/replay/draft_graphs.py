@@ -38,7 +38,9 @@ class DraftGraphs:
 
         `context` is that of the draft over its pages, `width` the size of its features.
         """
-        self._model, self._attention, self._context = model, attention, context
+        self._model = model
+        self._attention = attention
+        self._context = context
         self._buckets = sorted(buckets, key=lambda bucket: bucket.num_tokens, reverse=True)
         self._capture = capture
         self._device = device
@@ -69,7 +71,8 @@ class DraftGraphs:
 
         `features` is [n, width] on the device.
         """
-        padded, count = shapes.pad_batch(batch, bucket), batch.num_tokens
+        padded = shapes.pad_batch(batch, bucket)
+        count = batch.num_tokens
         self._attention.plan(padded)
         assert batch.token_ids is not None, "a draft reads tokens"
         self._inputs.refill({"token_ids": batch.token_ids, "positions": batch.positions})
@@ -79,11 +82,10 @@ class DraftGraphs:
         return self._hidden[:count].clone()
 
     def _captured_forward(self, bucket: GraphBucket) -> CapturedForward:
-        count, batch = bucket.num_tokens, shapes.padding_alone(bucket)
-        batch.token_ids, batch.positions = (
-            self._inputs["token_ids"][:count],
-            self._inputs["positions"][:count],
-        )
+        count = bucket.num_tokens
+        batch = shapes.padding_alone(bucket)
+        batch.token_ids = self._inputs["token_ids"][:count]
+        batch.positions = self._inputs["positions"][:count]
         self._attention.plan(batch)
 
         def forward() -> None:

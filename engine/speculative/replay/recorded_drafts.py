@@ -121,20 +121,26 @@ class RecordedDrafts:
         Steps whose rows have up to `max_nodes` tokens are recorded, after the first `num_eager` of
         a shape. Candidates have `steps` levels of width `topk`.
         """
-        self._model, self._pages, self._on_pages = model, attention.pages, attention.on_pages
-        self._rounds, self._page_size = rounds, attention.page_size
+        self._model = model
+        self._pages = attention.pages
+        self._on_pages = attention.on_pages
+        self._rounds = rounds
+        self._page_size = attention.page_size
         self._expander = TreeExpander(
             model=model,
             rounds=rounds,
             topk=topk,
             context=ForwardContext(rounds, attention.on_pages.recurrent),
         )
-        self._topk, self._steps, self._max_nodes = min(topk, model.vocab_size), steps, max_nodes
+        self._topk = min(topk, model.vocab_size)
+        self._steps = steps
+        self._max_nodes = max_nodes
         self._recorded: dict[_Shape, RecordedDraft] = {}
         self._eager_left: dict[_Shape, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
         self._is_off = False
-        self.num_recorded, self.num_replays = 0, 0
+        self.num_recorded = 0
+        self.num_replays = 0
 
     def begin(
         self, rows: ForwardBatch, slots: Sequence[int], ends: DraftEnd
@@ -157,7 +163,8 @@ class RecordedDrafts:
         Return None, with no effect, if a row is not followed, the lengths differ, or there are too
         many rows. `aux_hidden` is [T, H] of the batch's tokens, by layer.
         """
-        length, num_rows = batch.query_lens[0], len(followed)
+        length = batch.query_lens[0]
+        num_rows = len(followed)
         if (
             not self._takes(num_rows)
             or num_rows < batch.num_rows
@@ -230,7 +237,8 @@ class RecordedDrafts:
                 },
             )
         grown = None if step.round is None else _own(step.round, self._rounds)
-        own, results = DraftStep(before, grown, step.positions), list[Candidates | Chains]()
+        own = DraftStep(before, grown, step.positions)
+        results = list[Candidates | Chains]()
         recording = record(lambda: results.append(self._grown(own)), self._arena)
         return RecordedDraft(own, results[0], recording)
 

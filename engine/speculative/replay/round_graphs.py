@@ -45,8 +45,11 @@ class RoundGraphs:
 
         `width` is the size of the draft's hidden states.
         """
-        self._expander, self._rounds, self._capture = expander, rounds, capture
-        self._topk, self.steps = topk, steps
+        self._expander = expander
+        self._rounds = rounds
+        self._capture = capture
+        self._topk = topk
+        self.steps = steps
         self._device = device
         self._buckets = [
             GraphBucket(ForwardMode.DRAFT, rows, topk) for rows in reversed(row_counts(max_rows))
@@ -96,7 +99,8 @@ class RoundGraphs:
 
         `ends` are the draft states of its rows.
         """
-        padded, count = self._padded(batch, bucket), batch.num_rows
+        padded = self._padded(batch, bucket)
+        count = batch.num_rows
         self._rounds.plan(padded)
         self._positions.refill({"positions": batch.positions})
         for static, given in zip(_parts(self._ends), _parts(ends), strict=True):
@@ -106,7 +110,8 @@ class RoundGraphs:
         return Candidates(*(part[:count].clone() for part in _parts(self._grown)))
 
     def _captured_round(self, bucket: GraphBucket) -> CapturedForward:
-        rows, none = bucket.max_rows, torch.empty(0, dtype=torch.int64)
+        rows = bucket.max_rows
+        none = torch.empty(0, dtype=torch.int64)
         batch = self._padded(
             ForwardBatch(
                 mode=ForwardMode.DRAFT,
@@ -139,7 +144,8 @@ class RoundGraphs:
 
     def _padded(self, batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
         """Return an unmarked batch of the rows, padded by rows with one slot on the null page."""
-        rows, missing = bucket.max_rows, bucket.max_rows - batch.num_rows
+        rows = bucket.max_rows
+        missing = bucket.max_rows - batch.num_rows
         return ForwardBatch(
             mode=batch.mode,
             request_keys=(*batch.request_keys, *(_PADDING_ID,) * missing),

@@ -42,16 +42,20 @@ def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a draft can follow only batches that carry speculation")
-    tokens, by_row = info.token_ids.tolist(), {run.row: run for run in runs}
-    found, first = [], 0
+    tokens = info.token_ids.tolist()
+    by_row = {run.row: run for run in runs}
+    found = []
+    first = 0
     for row, (length, context_len, spec) in enumerate(
         zip(batch.query_lens, batch.context_lens, info.rows, strict=True)
     ):
         run = by_row.get(row)
         if spec.num_draft_tokens is not None:
-            nodes, after = list(range(length)), tokens[first + 1 : first + length]
+            nodes = list(range(length))
+            after = tokens[first + 1 : first + length]
             if run is not None and batch.mode is ForwardMode.VERIFY:
-                nodes, after = list(run.accepted), [token.token_id for token in run.tokens[:-1]]
+                nodes = list(run.accepted)
+                after = [token.token_id for token in run.tokens[:-1]]
             last = spec.next_token_id if run is None else run.tokens[-1].token_id
             if last is None or context_len < spec.draft_start:
                 raise InternalError(
@@ -82,9 +86,12 @@ def extend_batch(
     """
     info = batch.spec_info
     assert isinstance(info, SpecInfo)
-    tables, slots, rows = batch.page_tables, batch.slot_ids, [row.row for row in followed]
+    tables = batch.page_tables
+    slots = batch.slot_ids
+    rows = [row.row for row in followed]
     if rows != list(range(batch.num_rows)):
-        tables, slots = tables[rows], slots[rows]
+        tables = tables[rows]
+        slots = slots[rows]
     starts = [info.rows[row.row].draft_start for row in followed]
     return ForwardBatch(
         mode=ForwardMode.DRAFT,

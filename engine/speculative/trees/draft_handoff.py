@@ -44,7 +44,8 @@ class HandedEnds:
     def put(self, slot_ids: Tensor, ends: DraftEnd) -> None:
         """Store the states of these slots. `slot_ids` is [R] int64 on any device."""
         slot_ids = slot_ids.to(self.hidden.device)
-        self.topk_p[slot_ids], self.topk_index[slot_ids] = ends.log_p, ends.tokens
+        self.topk_p[slot_ids] = ends.log_p
+        self.topk_index[slot_ids] = ends.tokens
         self.hidden[slot_ids] = ends.hidden
         if self.keys is not None:
             self.keys[slot_ids] = -1
@@ -76,7 +77,8 @@ class HandedChains:
     def put(self, slot_ids: Tensor, log_p: Tensor, tokens: Tensor) -> None:
         """Store the chains of slots [R] int64; `log_p` and `tokens` are [R, D]."""
         slot_ids = slot_ids.to(self.topk_p.device)
-        self.topk_p[slot_ids], self.topk_index[slot_ids] = log_p, tokens
+        self.topk_p[slot_ids] = log_p
+        self.topk_index[slot_ids] = tokens
 
     def get(self, slot_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chains of these slots: `log_p` and `tokens`, [R, D] each."""

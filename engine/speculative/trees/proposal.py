@@ -34,7 +34,8 @@ class Candidates:
         # Equal scores stay in the order of creation, so a parent is kept before a child with the
         # same score.
         ranked = self.scores.sort(dim=1, descending=True, stable=True).indices.tolist()
-        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        tokens = self.tokens.tolist()
+        parents = self.parents.tolist()
         return [
             _keep(sorted(ranked[row][:count]), tokens[row], parents[row])
             for row, count in enumerate(num_nodes)
@@ -79,7 +80,8 @@ class Proposal:
         Return [R, K] int64: for each node of the new frontier, the index of its parent in the old
         one.
         """
-        rows, width = log_p.shape[0], self._width
+        rows = log_p.shape[0]
+        width = self._width
         # A log probability is never positive. Rounding must not make a child better than its
         # parent.
         scores = (self._frontier_scores[..., None] + log_p.clamp(max=0.0)).flatten(1)
@@ -88,7 +90,8 @@ class Proposal:
         self._tokens.append(tokens)
         self._parents.append(self._frontier_nodes[..., None].expand(-1, -1, width).flatten(1))
         if width == 1:  # a chain has no alternatives
-            self._frontier_scores, self.frontier_tokens = scores, tokens
+            self._frontier_scores = scores
+            self.frontier_tokens = tokens
             self._frontier_nodes = self._frontier_nodes + 1
             return torch.zeros_like(tokens)
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]

@@ -54,7 +54,8 @@ class TreeExpander:
         `batch` is planned, with the positions of the next slots. `hidden` is [R, hidden], at each
         row's last slot.
         """
-        rows, width = batch.num_rows, proposal.frontier_tokens.shape[1]
+        rows = batch.num_rows
+        width = proposal.frontier_tokens.shape[1]
         hidden = hidden[:, None].expand(-1, width, -1).flatten(0, 1)
         for step in range(1, steps):
             batch.token_ids = proposal.frontier_tokens.flatten()

@@ -45,10 +45,14 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
     table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
     path = carray(pointer_to(a.paths, np.int64), (a.num_tokens, a.path_width))[token]
     in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)[row]
-    key_bytes, page_size = a.head_dim * a.itemsize, a.page_size
-    of_page, of_head = 2 * a.num_kv_heads * page_size * key_bytes, kv_head * page_size * key_bytes
+    key_bytes = a.head_dim * a.itemsize
+    page_size = a.page_size
+    of_page = 2 * a.num_kv_heads * page_size * key_bytes
+    of_head = kv_head * page_size * key_bytes
     base = a.pages + of_head
-    place, offset, key = start // page_size, start % page_size, 0
+    place = start // page_size
+    offset = start % page_size
+    key = 0
     while key < min(num_keys, in_order - start):
         last = min(num_keys, in_order - start, key + page_size - offset)
         address = base + table[place] * of_page + offset * key_bytes
@@ -56,7 +60,8 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
             found[key] = address
             address += key_bytes
             key += 1
-        place, offset = place + 1, 0
+        place = place + 1
+        offset = 0
     while key < num_keys:
         slot = path[start + key - in_order]
         found[key] = base + slot // page_size * of_page + slot % page_size * key_bytes
@@ -99,15 +104,19 @@ def score_by_key(a, room, found, offset, ahead, then, num_keys):
     that of `fill_keys` and a product of the queries. The data `then` bytes after the addresses at
     `ahead` is prefetched.
     """
-    key_bytes, words = a.head_dim * a.itemsize, room.query_bytes // 4
-    copied, num_groups = room.keys + room.key_block, -(-num_keys // LANES)
+    key_bytes = a.head_dim * a.itemsize
+    words = room.query_bytes // 4
+    copied = room.keys + room.key_block
+    num_groups = -(-num_keys // LANES)
     for group in range(num_groups):
         at = found + group * LANES * 8
-        keys, distance = integers(at)[0] + offset, key_bytes
+        keys = integers(at)[0] + offset
+        distance = key_bytes
         if key_bytes < room.query_bytes or not _lie_in_line(at, key_bytes):
             _copy_halves(at, offset, a.head_dim, copied, room.query_bytes)
             _clear_ends(copied, key_bytes, room.query_bytes)
-            keys, distance = copied, room.query_bytes
+            keys = copied
+            distance = room.query_bytes
         by_key = group * LANES * VECTOR_BYTES
         # Consecutive lines are prefetched, half of a group's keys in each part: they are on one
         # page, unless pages are smaller.
@@ -143,7 +152,8 @@ def score_nothing(a, room, found, offset, ahead, then, num_keys):
 
 @njit(**STRICT_PART)
 def _lie_in_line(found, distance):
-    addresses, apart = carray(pointer_to(found, np.int64), LANES), 0
+    addresses = carray(pointer_to(found, np.int64), LANES)
+    apart = 0
     for key in range(1, LANES):
         apart |= addresses[key] - addresses[key - 1] ^ distance
     return apart == 0
@@ -185,13 +195,12 @@ def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetche
     For each pair of values, `fetched` of the addresses at `ahead` are prefetched, `then` bytes
     after them.
     """
-    found, whole = (
-        carray(pointer_to(found, np.int64), BLOCK_KEYS),
-        a.head_dim // (2 * LANES) * 2 * LANES,
-    )
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
+    whole = a.head_dim // (2 * LANES) * 2 * LANES
     num_pairs = -(-num_keys // (2 * LANES)) * LANES
     for pair in range(num_pairs):
-        first, second = room.nothing, room.nothing
+        first = room.nothing
+        second = room.nothing
         if 2 * pair < num_keys:
             first = found[2 * pair] + offset
         if 2 * pair + 1 < num_keys:
@@ -220,7 +229,8 @@ def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetche
 @njit(**STRICT_PART)
 def copy_values(a, room, values, found, num_keys):
     """Copy a block's values in fp32, [channels / 16][keys][16]."""
-    found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), behind_keys(a)
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
+    behind = behind_keys(a)
     for key in range(num_keys):
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
         for channel in range(0, a.head_dim, LANES):

@@ -105,7 +105,8 @@ def attend_latent(
 
 @cache
 def compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
-    stored, cached = STORED_AS[dtype], STORED_AS[page_dtype]
+    stored = STORED_AS[dtype]
+    cached = STORED_AS[page_dtype]
 
     def work(pointer):
         _take_tokens(pointer, stored, cached)
@@ -131,7 +132,8 @@ def _take_tokens(pointer, stored, cached):
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        token, first = item // num_groups, item % num_groups * a.group
+        token = item // num_groups
+        first = item % num_groups * a.group
         _attend(a, token, first, min(a.group, a.num_heads - first), seat, stored, cached)
         count_up(pointer, DONE)
 
@@ -143,7 +145,9 @@ def _attend(a, token, first, num_heads, seat, stored, cached):
     The computation uses whole vectors of heads; padding heads have queries of 0.
     """
     width = (num_heads + LANES - 1) // LANES * LANES
-    entry_dim, latent_dim, line = a.entry_dim, a.latent_dim, width * 4
+    entry_dim = a.entry_dim
+    latent_dim = a.latent_dim
+    line = width * 4
     queries_at = seat
     keys_at = queries_at + entry_dim * line
     scores_at = keys_at + _BLOCK * entry_dim * 4
@@ -151,7 +155,9 @@ def _attend(a, token, first, num_heads, seat, stored, cached):
     highest_at = total_at + num_heads * latent_dim * 4
     sums_at = highest_at + line
     factors_at = sums_at + line
-    highest, sums, factors = floats(highest_at), floats(sums_at), floats(factors_at)
+    highest = floats(highest_at)
+    sums = floats(sums_at)
+    factors = floats(factors_at)
 
     clear(queries_at, entry_dim * width)
     own = (token * a.num_heads + first) * size_of(stored)
@@ -168,10 +174,8 @@ def _attend(a, token, first, num_heads, seat, stored, cached):
     for head in range(width):
         highest[head] = -np.inf
     # Places in the list of all keys that the token sees.
-    place, end = (
-        np.int64(0),
-        integers(a.num_common)[token] + a.num_listed,
-    )
+    place = np.int64(0)
+    end = integers(a.num_common)[token] + a.num_listed
     while place < end:
         count, place = _gather(a, token, place, end, floats(keys_at), cached)
         if count > 0:
@@ -203,7 +207,8 @@ def _attend(a, token, first, num_heads, seat, stored, cached):
                 latent_dim,
                 count,
             )
-    total, out = floats(total_at), pointer_to(a.out + own * latent_dim, stored)
+    total = floats(total_at)
+    out = pointer_to(a.out + own * latent_dim, stored)
     for head in range(num_heads):
         for channel in range(latent_dim):
             out[head * latent_dim + channel] = rounded(
@@ -221,15 +226,11 @@ def _turn_queries(q, queries, num_heads, width, entry_dim, factor):
 @njit(**STRICT_PART)
 def _gather(a, token, place, end, keys, cached):
     """Gather up to 64 entries from `place` on; return their number and the next place."""
-    pages, table = (
-        pointer_to(a.pages, cached),
-        shorts(a.tables + integers(a.token_rows)[token] * a.table_width * 4),
-    )
-    listed, num_common, count = (
-        shorts(a.listed + token * a.num_listed * 4),
-        integers(a.num_common)[token],
-        np.int64(0),
-    )
+    pages = pointer_to(a.pages, cached)
+    table = shorts(a.tables + integers(a.token_rows)[token] * a.table_width * 4)
+    listed = shorts(a.listed + token * a.num_listed * 4)
+    num_common = integers(a.num_common)[token]
+    count = np.int64(0)
     while count < _BLOCK and place < end:
         position = place if place < num_common else np.int64(listed[place - num_common])
         place += 1

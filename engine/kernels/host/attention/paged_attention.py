@@ -121,7 +121,8 @@ def attend_in_place(
     )
     num_rows, table_width = rows.tables.shape
     num_kv_heads, page_size = pages.shape[2:4]
-    num_tiles, share = rows.tiles.shape[0], num_heads // num_kv_heads
+    num_tiles = rows.tiles.shape[0]
+    share = num_heads // num_kv_heads
     tile_rows = share * rows.longest_tile
     tiled = pages.dtype is torch.bfloat16 and has_tiles()
     most = most_rows(pages.dtype, head_dim, tiled=tiled)
@@ -207,7 +208,8 @@ def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_v
     positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
     in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)
     workspace = room_at(a, take_seat(pointer))
-    found, ahead = workspace.found, workspace.found + BLOCK_KEYS * 8
+    found = workspace.found
+    ahead = workspace.found + BLOCK_KEYS * 8
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -217,23 +219,21 @@ def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_v
         row, first, count = tiles[item // num_parts]
         _begin(a, workspace, stored, kv_head, first, count)
         # Keys shared by all tokens come first, then the keys of each single token.
-        num_shared, num_passes = positions[first + count - 1] + 1, 1
+        num_shared = positions[first + count - 1] + 1
+        num_passes = 1
         if a.path_width:
-            num_shared, num_passes = in_order[row] // BLOCK_KEYS * BLOCK_KEYS, 1 + count
+            num_shared = in_order[row] // BLOCK_KEYS * BLOCK_KEYS
+            num_passes = 1 + count
         for own in range(num_passes):
-            begin, end, low, high = (
-                first_block(a, positions[first]),
-                num_shared,
-                first,
-                first + count,
-            )
+            begin = first_block(a, positions[first])
+            end = num_shared
+            low = first
+            high = first + count
             if own:
-                begin, end, low, high = (
-                    num_shared,
-                    positions[first + own - 1] + 1,
-                    first + own - 1,
-                    first + own,
-                )
+                begin = num_shared
+                end = positions[first + own - 1] + 1
+                low = first + own - 1
+                high = first + own
             for start in range(begin, end, BLOCK_KEYS):
                 found, ahead = ahead, found
                 _find_both(
@@ -282,16 +282,16 @@ def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, be
     """
     # A loop, because every call site of `find` takes half a second to compile.
     for is_next in range(0 if start == begin else 1, 2):
-        place, of_row, of_token, head, first_key, num_keys = (
-            found,
-            row,
-            token,
-            kv_head,
-            start,
-            end - start,
-        )
+        place = found
+        of_row = row
+        of_token = token
+        head = kv_head
+        first_key = start
+        num_keys = end - start
         if is_next:
-            place, first_key, num_keys = ahead, start + BLOCK_KEYS, num_keys - BLOCK_KEYS
+            place = ahead
+            first_key = start + BLOCK_KEYS
+            num_keys = num_keys - BLOCK_KEYS
         if num_keys <= 0:
             of_row, of_token, head, first_key, num_keys = _first_of_next(a, pointer)
         find(a, place, nothing, of_row, of_token, head, first_key, num_keys)
@@ -337,7 +337,8 @@ def _add_block(
         fill_keys(a, workspace, found, num_keys)
     fetched = 0
     for row in range(begin, end, CHUNK_ROWS):
-        num_rows, scores = min(CHUNK_ROWS, end - row), workspace.scores
+        num_rows = min(CHUNK_ROWS, end - row)
+        scores = workspace.scores
         fetched_then = BLOCK_KEYS * (row + num_rows - begin) // (end - begin)
         shape(workspace.layout, num_rows)
         if is_scored:  # the next keys have been prefetched already
@@ -416,7 +417,8 @@ def _add_to_few(
     add_up,
 ):
     """Add the block to each of the item's heads, multiplying keys and values without packing."""
-    num_rows, of_head = end - begin, count * a.share
+    num_rows = end - begin
+    of_head = count * a.share
     for head in range(a.heads):
         row = head * of_head + begin
         score(a, workspace, found, head, row, num_rows, num_keys)
@@ -445,7 +447,8 @@ def _first_of_next(a, pointer):
     The result is its row, token, kv head, position and number of keys; the number is 0 without such
     an item. Another thread may take the item first.
     """
-    item, num_parts = counted_so_far(pointer, NEXT), a.num_kv_heads // a.heads
+    item = counted_so_far(pointer, NEXT)
+    num_parts = a.num_kv_heads // a.heads
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     row, first, _ = tiles[item // num_parts if item < a.num_items else 0]
     start = first_block(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[first])
@@ -576,16 +579,14 @@ def _finish(a, workspace, stored, kv_head, first, count):
 
 # The parts of the kernels have module-level names. A function in a closure would be part of numba's
 # cache key, which would then differ between processes.
-_TILED_SCORE, _TILED_ADD = row_tiling.tiled_product(adds=False), row_tiling.tiled_product(adds=True)
-_BF16_SCORE, _BF16_ADD = (
-    row_tiling.plain_product(Form.BF16, adds=False),
-    row_tiling.plain_product(Form.BF16, adds=True),
-)
-_FP32_SCORE, _FP32_ADD = (
-    row_tiling.plain_product(Form.FP32, adds=False),
-    row_tiling.plain_product(Form.FP32, adds=True),
-)
-_SOFTEN_ROUNDED, _SOFTEN = row_tiling.softening(rounds=True), row_tiling.softening(rounds=False)
+_TILED_SCORE = row_tiling.tiled_product(adds=False)
+_TILED_ADD = row_tiling.tiled_product(adds=True)
+_BF16_SCORE = row_tiling.plain_product(Form.BF16, adds=False)
+_BF16_ADD = row_tiling.plain_product(Form.BF16, adds=True)
+_FP32_SCORE = row_tiling.plain_product(Form.FP32, adds=False)
+_FP32_ADD = row_tiling.plain_product(Form.FP32, adds=True)
+_SOFTEN_ROUNDED = row_tiling.softening(rounds=True)
+_SOFTEN = row_tiling.softening(rounds=False)
 
 
 def _attend_tiled(pointer):

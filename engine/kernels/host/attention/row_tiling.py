@@ -34,7 +34,8 @@ def tiled_product(*, adds):
     def multiply(x, x_row, w, w_block, y, y_row, words, rows, blocks):
         steps = -(-words // STEPS) * STEPS
         for block in range(0, blocks, 2):
-            weights, sums = w + block * w_block, y + block * BLOCK_STEP_BYTES
+            weights = w + block * w_block
+            sums = y + block * BLOCK_STEP_BYTES
             if rows > TILE_ROWS:
                 if block + 1 < blocks:
                     two_pair(x, x_row, weights, w_block, sums, y_row, steps, 0)
@@ -129,12 +130,14 @@ def softening(*, rounds):
 
     The result is f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows).
     """
-    four, one = soften_for(4, rounds=rounds), soften_for(1, rounds=rounds)
+    four = soften_for(4, rounds=rounds)
+    one = soften_for(1, rounds=rounds)
     weight_row = BLOCK_KEYS * (2 if rounds else 4)
 
     @njit(**STRICT_PART)
     def soften(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows):
-        row, seen_row = 0, 8 if num_seen else 0
+        row = 0
+        seen_row = 8 if num_seen else 0
         while row + 4 <= rows:
             four(
                 scores + row * SCORE_ROW,

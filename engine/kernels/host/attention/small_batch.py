@@ -42,7 +42,9 @@ _PIECE_BYTES = 32  # bytes of each key that go through the registers at a time
 _KEYS = 2 * LANES  # keys at a time; with more, lines would be needed before they arrive
 _PIECE_LINES = _KEYS * _PIECE_BYTES // VECTOR_BYTES  # number of lines read in that time
 
-_I32, _I64, _FLOATS = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
 @cache
@@ -111,7 +113,8 @@ def _write_scores(b, rows, found, offset, queries, query_row, scores, score_row,
             b.select(b.icmp_signed("<", piece, of_group), first, second),
             b.mul(piece, _I64(_PIECE_LINES * VECTOR_BYTES)),
         )
-        byte, results = b.mul(piece, _I64(_PIECE_BYTES)), list(sums)
+        byte = b.mul(piece, _I64(_PIECE_BYTES))
+        results = list(sums)
         key_offset = b.add(offset, byte)
         for group in groups:
             keys = [
@@ -264,15 +267,15 @@ _ADD_4, _ADD_2 = (
 @njit(**STRICT_PART)
 def score_head(a, room, found, head, begin, num_rows, num_keys):
     """Score the item's rows of this head, from `begin` on, with a block of `num_keys` keys."""
-    num_pieces, last = a.head_dim * a.itemsize // _PIECE_BYTES, begin + num_rows
+    num_pieces = a.head_dim * a.itemsize // _PIECE_BYTES
+    last = begin + num_rows
     offset, then = _keys_and_next(a, head)
     for key in range(0, num_keys, _KEYS):
-        row, at = begin, found + 8 * key
+        row = begin
+        at = found + 8 * key
         while row < last:
-            queries, scores = (
-                room.queries + row * room.query_bytes,
-                room.scores + row * SCORE_ROW + 4 * key,
-            )
+            queries = room.queries + row * room.query_bytes
+            scores = room.scores + row * SCORE_ROW + 4 * key
             if row + 4 <= last:
                 _SCORE_4(at, offset, queries, room.query_bytes, scores, SCORE_ROW, num_pieces, then)
                 row += 4
@@ -295,13 +298,16 @@ def score_head(a, room, found, head, begin, num_rows, num_keys):
 @njit(**STRICT_PART)
 def add_head(a, room, found, ahead, head, begin, num_rows, num_keys):
     """Add the block's values, weighted, to the sums of the rows of this head."""
-    num_vectors, num_pairs = a.head_dim // CHANNELS, -(-num_keys // 2)
-    row, last = begin, begin + num_rows
+    num_vectors = a.head_dim // CHANNELS
+    num_pairs = -(-num_keys // 2)
+    row = begin
+    last = begin + num_rows
     offset, next_found, then = _values_and_next(a, found, ahead, head)
     if num_keys % 2:  # the partner of the last value is 0
         integers(found)[num_keys] = room.nothing - offset
     while row < last:
-        weights, sums = room.weights + row * room.weight_bytes, room.sums + row * room.sum_bytes
+        weights = room.weights + row * room.weight_bytes
+        sums = room.sums + row * room.sum_bytes
         if row + 4 <= last:
             _ADD_4(
                 found,
@@ -350,7 +356,8 @@ def add_head_in_tiles(a, room, found, ahead, head, begin, num_rows, num_keys):
     """Add the block's weighted values by the matrix unit."""
     offset, next_found, then = _values_and_next(a, found, ahead, head)
     pair_values_at(a, room, room.values, found, offset, next_found, then, num_keys, 1)
-    sums, steps = room.sums + begin * room.sum_bytes, -(-num_keys // (2 * STEPS)) * STEPS
+    sums = room.sums + begin * room.sum_bytes
+    steps = -(-num_keys // (2 * STEPS)) * STEPS
     for block in range(0, room.value_blocks, 2):
         lines = (
             integers(next_found)[BLOCK_KEYS // 2 + BLOCK_KEYS // 2 * block // room.value_blocks]

@@ -150,28 +150,30 @@ def choice():
 def _take_blocks(pointer, stored):
     """Run one thread: score 64 keys of a row at a time with all tokens that see them."""
     a = carray(pointer, 1)[0]
-    starts, contexts = integers(a.starts), integers(a.contexts)
+    starts = integers(a.starts)
+    contexts = integers(a.contexts)
     turned_at = take_seat(pointer)
     products_at = turned_at + a.dim * _LINE
-    turned, products = floats(turned_at), floats(products_at)
+    turned = floats(turned_at)
+    products = floats(products_at)
     pages = pointer_to(a.pages, stored)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        row, first = item // a.num_blocks, item % a.num_blocks * _BLOCK
+        row = item // a.num_blocks
+        first = item % a.num_blocks * _BLOCK
         # A token's own key is the last one that it sees, at context + token - start.
         own = contexts[row] - starts[row]
-        start, end = max(starts[row], a.first_token, first - own), min(starts[row + 1], a.end_token)
+        start = max(starts[row], a.first_token, first - own)
+        end = min(starts[row + 1], a.end_token)
         if start < end:
             table = shorts(a.tables + row * a.table_width * 4)
             count = min(_BLOCK, own + end - first)
             clear(turned_at, a.dim * _BLOCK)
             for key in range(count):
-                page, offset = (
-                    np.int64(table[(first + key) // a.page_size]),
-                    (first + key) % a.page_size,
-                )
+                page = np.int64(table[(first + key) // a.page_size])
+                offset = (first + key) % a.page_size
                 entry = (page * a.page_size + offset) * a.dim
                 for channel in range(a.dim):
                     turned[channel * _BLOCK + key] = wide(pages[entry + channel])
@@ -190,7 +192,8 @@ def _take_blocks(pointer, stored):
                     a.dim,
                 )
                 at = a.scores + ((token - a.first_token) * a.score_width + first) * 4
-                scores, weights = floats(at), floats(a.weights + token * a.num_heads * 4)
+                scores = floats(at)
+                weights = floats(a.weights + token * a.num_heads * 4)
                 clear(at, _BLOCK)
                 for head in range(a.num_heads):
                     for key in range(_BLOCK):
@@ -209,18 +212,15 @@ def _take_choices(pointer):
         if item >= a.num_items:
             return
         token = a.first_token + item
-        num_common, listed = (
-            integers(a.num_common)[token],
-            shorts(a.listed + token * a.num_listed * 4),
-        )
+        num_common = integers(a.num_common)[token]
+        listed = shorts(a.listed + token * a.num_listed * 4)
         num_seen = num_common
         while num_seen < num_common + a.num_listed and listed[num_seen - num_common] >= 0:
             num_seen += 1
-        scores, chosen = (
-            floats(a.scores + item * a.score_width * 4),
-            shorts(a.chosen + item * a.count * 4),
-        )
-        lowest, num_lowest = np.int64(-1), np.int64(0)
+        scores = floats(a.scores + item * a.score_width * 4)
+        chosen = shorts(a.chosen + item * a.count * 4)
+        lowest = np.int64(-1)
+        num_lowest = np.int64(0)
         if num_seen > a.count:
             lowest, num_lowest = _threshold(scores, num_seen, num_common, listed, a.count, bins)
         taken = 0
@@ -255,7 +255,9 @@ def _threshold(scores, num_seen, num_common, listed, count, bins):
     The rank is found from its highest bits on. Each round counts the scores by their next bits,
     among those whose earlier bits equal the threshold's.
     """
-    found, shift, remaining = np.int64(0), np.int64(33), np.int64(count)
+    found = np.int64(0)
+    shift = np.int64(33)
+    remaining = np.int64(count)
     for _ in range(3):
         shift -= _BIN_BITS
         for number in range(1 << _BIN_BITS):

@@ -76,12 +76,11 @@ def room_at(a, memory):
     """Clear a thread's memory and divide it."""
     clear(memory, a.scratch_bytes // 4)
     query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
-    weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
-    sum_bytes, key_block, value_block = (
-        value_blocks * VECTOR_BYTES,
-        query_bytes * LANES,
-        weight_bytes * LANES,
-    )
+    weight_bytes = BLOCK_KEYS * a.itemsize
+    value_blocks = -(-a.head_dim // LANES)
+    sum_bytes = value_blocks * VECTOR_BYTES
+    key_block = query_bytes * LANES
+    value_block = weight_bytes * LANES
     num_rows = max(a.heads * a.tile_rows, LANES)
     sums = memory + num_rows * query_bytes
     state = sums + num_rows * sum_bytes

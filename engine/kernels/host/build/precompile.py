@@ -96,7 +96,8 @@ def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
 
     Return the missing ones, and the missing ones together with those locked by others.
     """
-    missing, left = [], []
+    missing = []
+    left = []
     for kernel in wanted:
         try:
             with trying(Attempt.LOAD):

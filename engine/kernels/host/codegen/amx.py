@@ -27,16 +27,22 @@ from engine.kernels.host.codegen.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, cpu_features
 from engine.kernels.host.codegen.strided_loops import LINE_BYTES, write_fetch
 
-TILE_ROWS, TILE_BYTES = 16, 1024
+TILE_ROWS = 16
+TILE_BYTES = 1024
 STEPS = 16  # steps of a block that one instruction processes: 32 terms
 MAX_ROWS = 32  # rows of one call: two tiles
 LAYOUT_BYTES = 64  # bytes of a tile configuration
 
-_SUMS, _ROWS_OF_X, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)
+_SUMS = (0, 1, 2, 3)
+_ROWS_OF_X = (4, 5)
+_WEIGHTS = (6, 7)
 _STEP_BYTES = 4  # bytes of a row of x per step, with its terms contiguous
-_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
+_SYS_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_TILE_DATA = 18
 
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I8 = ir.IntType(8)
+_I64 = ir.IntType(64)
 _POINTER = _I8.as_pointer()
 
 
@@ -140,8 +146,14 @@ class TileLoop:
     """
 
     def __init__(self, builder, x, x_row, w, w_block, y, y_row, steps) -> None:
-        self._b, self._x, self._x_row = builder, x, x_row
-        self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
+        self._b = builder
+        self._x = x
+        self._x_row = x_row
+        self._w = w
+        self._w_block = w_block
+        self._y = y
+        self._y_row = y_row
+        self._steps = steps
 
     def write(
         self,
@@ -169,7 +181,9 @@ class TileLoop:
                 self._load(tile, self._sums_at(m, n), self._y_row)
             else:
                 tile_call(b, "tilezero", _I8(tile))
-        entry, loop, done = b.block, b.append_basic_block("k"), b.append_basic_block("done")
+        entry = b.block
+        loop = b.append_basic_block("k")
+        done = b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", self._steps, _I64(0)), loop, done)
         b.position_at_end(loop)
         k = b.phi(_I64)

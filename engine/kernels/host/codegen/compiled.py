@@ -101,7 +101,12 @@ PART = {**NUMBERS, "inline": "always"}
 # (`dot.py`).
 STRICT = {"error_model": "numpy"}
 STRICT_PART = {**STRICT, "inline": "always"}
-NEXT, DONE, NUM_ITEMS, SEATS, SCRATCH = 0, 1, 2, 3, 4  # indices of these fields in every record
+# indices of these fields in every record
+NEXT = 0
+DONE = 1
+NUM_ITEMS = 2
+SEATS = 3
+SCRATCH = 4
 _LINE_BYTES = 64  # of a cache; seats share no line
 # Processes of a host that start together would all compile the same kernels. So one process
 # compiles, and the others load. Each kernel of each installation has its own lock, so a stalled
@@ -261,7 +266,8 @@ def launch(
     """
     if not num_items:
         return
-    arguments, seats = np.zeros(1, kind), _seats(num_items, scratch_bytes)
+    arguments = np.zeros(1, kind)
+    seats = _seats(num_items, scratch_bytes)
     for name, value in (*values.items(), ("num_items", num_items), ("scratch", seats)):
         arguments[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
     arguments["scratch_bytes"] = seats.shape[1]

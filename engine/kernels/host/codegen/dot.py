@@ -26,14 +26,13 @@ from engine.kernels.host.codegen.strided_loops import Routine
 LANES = 16  # columns of a block
 BLOCK_STEP_BYTES = 64  # bytes of a block that one step reads: 16 columns x 2 bf16 or 1 fp32
 
-_I8, _I16, _I32, _I64, _F32 = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
-_FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_I8 = ir.IntType(8)
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_F32 = ir.FloatType()
+_FLOATS = ir.VectorType(_F32, LANES)
+_INTEGERS = ir.VectorType(_I32, LANES)
 
 
 class Form(StrEnum):
@@ -177,17 +176,21 @@ class _Loop:
     def __init__(
         self, builder, arguments, ahead, earlier, rows, blocks, form, adds, widened
     ) -> None:
-        self._b, self._ahead, self._earlier = builder, ahead, earlier
+        self._b = builder
+        self._ahead = ahead
+        self._earlier = earlier
         self._x, self._x_row, self._w, self._w_block, self._y, self._y_row, self._steps = arguments
         self._rows, self._blocks, self._form = range(rows), range(blocks), form
-        self._adds, self._widened = adds, widened
+        self._adds = adds
+        self._widened = widened
         self._sums = _INTEGERS if form is Form.BYTES else _FLOATS
 
     def build(self) -> None:
         b = self._b
         first = [[self._first_sum(m, n) for n in self._blocks] for m in self._rows]
         entry = b.block
-        loop, done = b.append_basic_block("k"), b.append_basic_block("done")
+        loop = b.append_basic_block("k")
+        done = b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", self._steps, _I64(0)), loop, done)
         b.position_at_end(loop)
         k = b.phi(_I64)
@@ -213,13 +216,12 @@ class _Loop:
 
     def _joined(self, sums):
         """Add the earlier sums: the last one + these, the one before it + that, and so on."""
-        b, (num_earlier, second, third) = self._b, self._earlier
+        b = self._b
+        (num_earlier, second, third) = self._earlier
         for place, at in ((3, third), (2, second), (1, self._y)):
             before = b.block
-            adding, after = (
-                b.append_basic_block(f"add_{place}"),
-                b.append_basic_block(f"added_{place}"),
-            )
+            adding = b.append_basic_block(f"add_{place}")
+            after = b.append_basic_block(f"added_{place}")
             b.cbranch(b.icmp_signed(">=", num_earlier, _I64(place)), adding, after)
             b.position_at_end(adding)
             added = [
@@ -273,7 +275,8 @@ class _Loop:
 
     def _values(self, k, m):
         """Return row m's values of this step, each in all lanes, in the order of `_weights`."""
-        b, row = self._b, self._b.add(self._x, self._b.mul(self._x_row, _I64(m)))
+        b = self._b
+        row = self._b.add(self._x, self._b.mul(self._x_row, _I64(m)))
         if self._form is Form.FP32:
             return [self._splat(self._load(b.add(row, b.mul(k, _I64(4))), _F32))]
         if self._form is Form.MIXED:
@@ -289,7 +292,8 @@ class _Loop:
         if self._form is Form.BYTES:
             return _add_bytes(b, total, weights, values)
         if self._widens() or self._form is Form.FP32:
-            name, operand = "llvm.fma.v16f32", _FLOATS
+            name = "llvm.fma.v16f32"
+            operand = _FLOATS
             fma = cgutils.get_or_insert_function(
                 b.module, ir.FunctionType(_FLOATS, [operand] * 3), name
             )

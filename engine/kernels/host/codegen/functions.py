@@ -10,42 +10,49 @@ from numba.extending import intrinsic
 
 from engine.kernels.host.codegen.compiled import STRICT_PART
 
-_LOWEST, _HIGHEST = np.float32(-104.0), np.float32(89.0)  # e^x is 0 below, infinite above
+# e^x is 0 below, infinite above
+_LOWEST = np.float32(-104.0)
+_HIGHEST = np.float32(89.0)
 _LOG2_E = np.float32(1.44269504088896341)
 # 1.5 * 2^23: adding it rounds to an integer, which is then in the lowest bits.
 _ROUNDER = np.float32(12582912.0)
 _ROUNDER_BITS = np.int32(0x4B400000)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
 # Coefficients of (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2: the polynomial of Cephes' expf.
-_P0, _P1, _P2 = (
-    np.float32(1.9875691500e-4),
-    np.float32(1.3981999507e-3),
-    np.float32(8.3334519073e-3),
-)
-_P3, _P4, _P5 = (
-    np.float32(4.1665795894e-2),
-    np.float32(1.6666665459e-1),
-    np.float32(5.0000001201e-1),
-)
+_P0 = np.float32(1.9875691500e-4)
+_P1 = np.float32(1.3981999507e-3)
+_P2 = np.float32(8.3334519073e-3)
+_P3 = np.float32(4.1665795894e-2)
+_P4 = np.float32(1.6666665459e-1)
+_P5 = np.float32(5.0000001201e-1)
 _PI_HALVES = 2 / np.pi
 # The first 33 bits of pi / 2: the product with an integer of 20 bits is exact.
 _HALF_PI_HIGH = 1.57079632673412561417
 _HALF_PI_LOW = 6.07710050650619224932e-11
 # Taylor coefficients in double precision: for |r| <= pi / 4 the first omitted terms are below
 # 2e-14.
-_S3, _S5, _S7, _S9, _S11, _S13 = (
-    -1 / 6,
-    1 / 120,
-    -1 / 5040,
-    1 / 362880,
-    -1 / 39916800,
-    1 / 6227020800,
-)
-_C2, _C4, _C6, _C8, _C10, _C12 = -1 / 2, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800, 1 / 479001600
+_S3 = -1 / 6
+_S5 = 1 / 120
+_S7 = -1 / 5040
+_S9 = 1 / 362880
+_S11 = -1 / 39916800
+_S13 = 1 / 6227020800
+_C2 = -1 / 2
+_C4 = 1 / 24
+_C6 = -1 / 720
+_C8 = 1 / 40320
+_C10 = -1 / 3628800
+_C12 = 1 / 479001600
 _C14 = -1 / 87178291200
-_ONE, _TWO = np.float32(1.0), np.float32(2.0)
-_A3, _A5, _A7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
-_A9, _A11, _A13 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
+_A3 = np.float32(1 / 3)
+_A5 = np.float32(1 / 5)
+_A7 = np.float32(1 / 7)
+_A9 = np.float32(1 / 9)
+_A11 = np.float32(1 / 11)
+_A13 = np.float32(1 / 13)
 
 
 @intrinsic
@@ -117,5 +124,6 @@ def cos_and_sin(x):
     if turn & 1:
         cos, sin = -sin, cos
     if turn & 2:
-        cos, sin = -cos, -sin
+        cos = -cos
+        sin = -sin
     return np.float32(cos), np.float32(sin)

@@ -29,7 +29,8 @@ from runtime.errors import InternalError
 
 _ARGUMENTS = record("launches", "parallel")
 _LAUNCH_FIELDS = 3
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 
 
 class Launch(NamedTuple):
@@ -52,7 +53,8 @@ class Program:
         `seats` is memory for the seats of any single launch; the launches use it in turn.
         """
         self._records: list[array[int]] = []
-        self._team, self._seats = team, seats
+        self._team = team
+        self._seats = seats
         num_threads = torch.get_num_threads()
         table = array("q")
         for launch in launches:
@@ -105,7 +107,9 @@ def _run(pointer):
     for place in range(a.num_items):
         function, address, num_threads = launches[place]
         arguments = carray(_integers_at(address), SCRATCH)
-        arguments[NEXT], arguments[DONE], arguments[SEATS] = 0, 0, 0
+        arguments[NEXT] = 0
+        arguments[DONE] = 0
+        arguments[SEATS] = 0
         if num_threads > 1 and a.parallel:
             _call_parallel(a.parallel, function, address, num_threads)
         else:

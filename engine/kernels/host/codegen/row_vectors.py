@@ -13,15 +13,15 @@ from engine.kernels.host.codegen.dot import LANES, in_all_lanes
 from engine.kernels.host.codegen.softmax_blocks import constant, exp2_to_bf16, to_bf16
 from engine.kernels.host.codegen.strided_loops import Lines, counted
 
-_I1, _I16, _I32, _I64, _F32 = (
-    ir.IntType(1),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
-_FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_SHORTS, _MASK = ir.VectorType(_I16, LANES), ir.VectorType(_I1, LANES)
+_I1 = ir.IntType(1)
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_F32 = ir.FloatType()
+_FLOATS = ir.VectorType(_F32, LANES)
+_INTEGERS = ir.VectorType(_I32, LANES)
+_SHORTS = ir.VectorType(_I16, LANES)
+_MASK = ir.VectorType(_I1, LANES)
 _LOG2_E = 1.4426950408889634
 _LOWEST = -83.0  # silu is then -7e-35, and 1 + e^83 has a normal reciprocal
 _GUESS = 0x7EF311C7  # minus a number's bits: approximately the bits of its reciprocal
@@ -78,8 +78,10 @@ def turn_row(typing, x, cos, sin, out, half, width, stored):
         lines = Lines(b, LANES)
 
         def turn(place, mask):
-            first, second = row.load(place, mask), row.load(b.add(half, place), mask)
-            c, s = along.load(place, mask), across.load(place, mask)
+            first = row.load(place, mask)
+            second = row.load(b.add(half, place), mask)
+            c = along.load(place, mask)
+            s = across.load(place, mask)
             result.store(lines.fma(first, c, b.fneg(b.fmul(second, s))), place, mask)
             result.store(lines.fma(second, c, b.fmul(first, s)), b.add(half, place), mask)
 
@@ -138,13 +140,15 @@ class _RowNumbers:
     """Contiguous bf16 or fp32 numbers at an address, as vectors of fp32."""
 
     def __init__(self, builder, kind, address) -> None:
-        self._b, self._address = builder, address
+        self._b = builder
+        self._address = address
         self._is_short = kind is types.uint16
         self._kind, self._bytes = (_SHORTS, 2) if self._is_short else (_FLOATS, 4)
 
     def load(self, place, mask=None):
         """Load the numbers from index `place` on; 0 if the mask is not set."""
-        b, at = self._b, self._at(place)
+        b = self._b
+        at = self._at(place)
         if mask is None:
             read = b.load(at, align=self._bytes)
         else:
@@ -158,7 +162,8 @@ class _RowNumbers:
         return _widened(b, read)
 
     def store(self, value, place, mask=None) -> None:
-        b, at = self._b, self._at(place)
+        b = self._b
+        at = self._at(place)
         if self._is_short:
             value = to_bf16(b, value)
         if mask is None:
@@ -206,7 +211,8 @@ def _over(b, start, count, values, step):
 
     The mask is None except for a partial last vector. Return the values after all steps.
     """
-    whole, rest = b.ashr(count, _I64(4)), b.and_(count, _I64(LANES - 1))
+    whole = b.ashr(count, _I64(4))
+    rest = b.and_(count, _I64(LANES - 1))
     values = counted(
         b,
         whole,

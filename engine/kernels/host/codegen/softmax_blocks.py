@@ -23,21 +23,20 @@ from engine.kernels.host.codegen.strided_loops import write_fetch
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64
-SCORE_ROW, STATE_BYTES = 4 * BLOCK_KEYS, 2 * VECTOR_BYTES  # bytes of a row, see `soften_for`
+# bytes of a row, see `soften_for`
+SCORE_ROW = 4 * BLOCK_KEYS
+STATE_BYTES = 2 * VECTOR_BYTES
 
-_I8, _I16, _I32, _I64, _F32 = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
-_FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_QUARTER, _HALF, _SHORTS = (
-    ir.VectorType(_I32, 4),
-    ir.VectorType(_I32, 8),
-    ir.VectorType(_I16, 2 * LANES),
-)
+_I8 = ir.IntType(8)
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_F32 = ir.FloatType()
+_FLOATS = ir.VectorType(_F32, LANES)
+_INTEGERS = ir.VectorType(_I32, LANES)
+_QUARTER = ir.VectorType(_I32, 4)
+_HALF = ir.VectorType(_I32, 8)
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
 
 # 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev points, relative
 # error 5e-9.
@@ -266,7 +265,9 @@ class _Softmax:
         self, builder, rows, scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors
     ) -> None:
         self._b, self._rows = builder, range(rows)
-        self._scores, self._weights, self._num_seen = scores, weights, num_seen
+        self._scores = scores
+        self._weights = weights
+        self._num_seen = num_seen
         self._states = [builder.add(states, _I64(row * STATE_BYTES)) for row in self._rows]
         self._sums = [builder.add(sums, builder.mul(sum_row, _I64(row))) for row in self._rows]
         self._sum_vectors, self._unit = sum_vectors, in_all_lanes(builder, unit)
@@ -294,10 +295,8 @@ class _Softmax:
 
     def _found(self):
         """Return each row's scores, with minus infinity for keys that it does not see."""
-        b, (all_seen, some_hidden) = (
-            self._b,
-            (self._b.append_basic_block(name) for name in ("all", "some")),
-        )
+        b = self._b
+        (all_seen, some_hidden) = (self._b.append_basic_block(name) for name in ("all", "some"))
         places = range(BLOCK_KEYS // LANES)
         found = [
             [
@@ -340,7 +339,8 @@ class _Softmax:
         any_higher = is_higher[0]
         for other in is_higher[1:]:
             any_higher = b.or_(any_higher, other)
-        some, done = b.append_basic_block("higher"), b.append_basic_block("on_scale")
+        some = b.append_basic_block("higher")
+        done = b.append_basic_block("on_scale")
         b.cbranch(any_higher, some, done)
         b.position_at_end(some)
         lows, highs = (
@@ -348,10 +348,8 @@ class _Softmax:
         )
         factors = _exp2(b, b.fsub(lows, highs))
         for row in self._rows:
-            scaled, after = (
-                b.append_basic_block(f"scale_{row}"),
-                b.append_basic_block(f"scaled_{row}"),
-            )
+            scaled = b.append_basic_block(f"scale_{row}")
+            after = b.append_basic_block(f"scaled_{row}")
             b.cbranch(is_higher[row], scaled, after)
             b.position_at_end(scaled)
             factor = in_all_lanes(b, b.extract_element(factors, _I32(row)))
@@ -453,11 +451,9 @@ def exp2_to_bf16(b, x):
         whole = _call(b, "llvm.floor.v16f32", x)
         value = _one_and_more(b, b.fsub(x, whole), _EXP2_TO_BF16)
         return _times_power(b, value, b.fptosi(whole, _INTEGERS), x)
-    nothing, all_lanes, as_set = (
-        ir.Constant(_FLOATS, None),
-        ir.Constant(ir.IntType(16), -1),
-        _I32(4),
-    )
+    nothing = ir.Constant(_FLOATS, None)
+    all_lanes = ir.Constant(ir.IntType(16), -1)
+    as_set = _I32(4)
     # x - floor(x)
     rest = _call(
         b, "llvm.x86.avx512.mask.reduce.ps.512", x, _I32(0b1001), nothing, all_lanes, as_set

@@ -16,9 +16,12 @@ from numba.extending import intrinsic
 
 from engine.kernels.host.codegen.compiled import STRICT_PART
 
-LANES, LINE_BYTES = 16, 64
+LANES = 16
+LINE_BYTES = 64
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_F32 = ir.FloatType()
 
 
 class Lines:
@@ -70,8 +73,10 @@ def counted(builder, count, first, step):
     `step(index, values)` returns the values after one more round. Without rounds the result is
     `first`.
     """
-    b, entry = builder, builder.block
-    loop, done = b.append_basic_block("round"), b.append_basic_block("done")
+    b = builder
+    entry = builder.block
+    loop = b.append_basic_block("round")
+    done = b.append_basic_block("done")
     b.cbranch(b.icmp_signed(">", count, _I64(0)), loop, done)
     b.position_at_end(loop)
     index = b.phi(_I64)
@@ -105,12 +110,10 @@ class Routine:
     def __init__(
         self, name: str, num_arguments: int, write: Callable[..., None], *, apart: bool = False
     ) -> None:
-        self._name, self._num_arguments, self._write, self._apart = (
-            name,
-            num_arguments,
-            write,
-            apart,
-        )
+        self._name = name
+        self._num_arguments = num_arguments
+        self._write = write
+        self._apart = apart
 
     def call(self, builder, *arguments) -> None:
         """Write a call at the builder's position."""
@@ -148,10 +151,8 @@ def _tile(rows: int, groups: int, lanes: int) -> Routine:
         outs = [builder.add(c, builder.mul(c_row, _I64(m))) for m in range(rows)]
 
         def step(k, sums):
-            line, term = (
-                builder.add(b, builder.mul(b_step, k)),
-                builder.add(a, builder.mul(a_step, k)),
-            )
+            line = builder.add(b, builder.mul(b_step, k))
+            term = builder.add(a, builder.mul(a_step, k))
             columns = [lines.load(line, n) for n in range(groups)]
             factors = [
                 lines.number(builder.add(term, builder.mul(a_row, _I64(m)))) for m in range(rows)
@@ -181,7 +182,8 @@ def stride_by(builder, start, end, size: int, write):
 
     Return the index after the last step.
     """
-    b, entry = builder, builder.block
+    b = builder
+    entry = builder.block
     head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
     b.branch(head)
     b.position_at_end(head)
@@ -203,7 +205,8 @@ def _write_product(builder, a, a_row, a_step, b, b_step, c, c_row, num_rows, wid
 
         def columns(at, tile_rows=tile_rows, tile=tile, line=line):
             offset = builder.mul(at, _I64(4))
-            b_at, c_at = builder.add(b, offset), builder.add(c, offset)
+            b_at = builder.add(b, offset)
+            c_at = builder.add(c, offset)
 
             def call(routine, row):
                 a_from, c_to = (

@@ -23,7 +23,8 @@ from engine.kernels.host.codegen.amx import (
 from engine.kernels.host.codegen.compiled import STRICT_PART
 from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, Form, write_rows
 
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I8 = ir.IntType(8)
+_I64 = ir.IntType(64)
 _POINTER = _I8.as_pointer()
 # For bytes, whose sums are the same either way: tiles start and end slowly, and a segment of bytes
 # is short.
@@ -61,7 +62,8 @@ def rows_times_blocks(max_rows: int, blocks: int):
         third,
     ):
         def generate(context, builder, signature, arguments):
-            form, by_rows = _FORMS[stored.dtype], arguments[1:]
+            form = _FORMS[stored.dtype]
+            by_rows = arguments[1:]
             if not _is_tiled(stored):
                 write_rows(builder, by_rows, max_rows, blocks, form)
             elif form is Form.BF16:
@@ -145,7 +147,8 @@ def _write_halves(b, arguments, rows, blocks, form) -> None:
     """Write `dot.write_rows` for row counts whose sums of half of the blocks fill the registers."""
     count, x, x_row, w, w_block, y, y_row, steps, *others = arguments
     for first in range(0, blocks, 2):
-        at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
+        at_w = b.add(w, b.mul(w_block, _I64(first)))
+        at_y = b.add(y, _I64(first * BLOCK_STEP_BYTES))
         write_rows(
             b,
             [count, x, x_row, at_w, w_block, at_y, y_row, steps, *others],
@@ -169,11 +172,10 @@ def _write_tiles(b, blocks, product, rows, x, x_row, w, w_block, y, y_row, steps
     for start, row_tiles, width in ((one, 1, blocks), (few, 2, 2), (many, 2, 2)):
         b.position_at_end(start)
         for first in range(0, blocks, width):
-            at_w, at_y = (
-                b.add(w, b.mul(w_block, _I64(first))),
-                b.add(y, _I64(first * BLOCK_STEP_BYTES)),
-            )
-            count, later = min(width, blocks), b.add(at_w, ahead)
+            at_w = b.add(w, b.mul(w_block, _I64(first)))
+            at_y = b.add(y, _I64(first * BLOCK_STEP_BYTES))
+            count = min(width, blocks)
+            later = b.add(at_w, ahead)
             fetches = [
                 (b.add(later, b.mul(w_block, _I64(block))), TILE_ROWS) for block in range(count)
             ]

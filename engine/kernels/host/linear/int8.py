@@ -52,13 +52,13 @@ from engine.kernels.host.linear.packing import SEGMENTS, Segments, pack
 SCALE_BYTES = 4 * SEGMENTS  # of a row
 _HIGHEST_CODE = np.float32(127.0)
 # The bits of 2^-100, and of infinity; the bits of NaN are above.
-_LEAST_BITS, _NO_NUMBER_BITS = (
-    27 << 23,
-    255 << 23,
-)
+_LEAST_BITS = 27 << 23
+_NO_NUMBER_BITS = 255 << 23
 _SIGN_BIT = 0x80  # flipping it in a code gives code + 128
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_ROUNDER, _ROUNDER_BITS = np.float32(12582912.0), np.int32(0x4B400000)  # see `functions.py`
+# see `functions.py`
+_ROUNDER = np.float32(12582912.0)
+_ROUNDER_BITS = np.int32(0x4B400000)
 _ROWS_AT_ONCE = 256  # rows of a weight; bounds the memory besides the final form
 
 _ARGUMENTS = record(
@@ -104,7 +104,8 @@ def coded(x: Tensor, segments: Segments, team: Team, row_scales: Tensor | None =
     row_scales is [M] fp32: the scales of rows that keep theirs, 0 for others.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows, filled = len(x), segments.steps * segments.step_terms
+    num_rows = len(x)
+    filled = segments.steps * segments.step_terms
     rows = CodedRows(
         torch.empty(num_rows, segments.count * filled, dtype=torch.int8),
         torch.empty(num_rows, segments.count),
@@ -135,7 +136,8 @@ def coded_blocks(
 
     row_scales is [N], as in `coded`.
     """
-    num_blocks, num_steps = -(-len(weight) // LANES), segments.count * segments.steps
+    num_blocks = -(-len(weight) // LANES)
+    num_steps = segments.count * segments.steps
     packed = CodedBlocks(
         torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES)
     )
@@ -187,7 +189,8 @@ def _take_rows(pointer, stored):
         if a.row_scales != 0:
             kept = carray(pointer_to(a.row_scales, np.float32), a.num_items)[row]
         for segment in range(a.num_segments):
-            start, to = min(segment * a.own_terms, a.num_terms), segment * a.filled_terms
+            start = min(segment * a.own_terms, a.num_terms)
+            to = segment * a.filled_terms
             count = min(a.own_terms, a.num_terms - start)
             highest = np.uint32(0)
             for place in range(count):
@@ -202,7 +205,8 @@ def _take_rows(pointer, stored):
                 codes[to + place] = code
             for place in range(count, a.filled_terms):
                 codes[to + place] = 0
-            scales[row, segment], offsets[row, segment] = scale, total * 128
+            scales[row, segment] = scale
+            offsets[row, segment] = total * 128
         count_up(pointer, DONE)
 
 

@@ -182,13 +182,15 @@ def _take_nodes(pointer, stored):
     a = carray(pointer, 1)[0]
     targets = integers(a.targets)
     total_at = take_seat(pointer)
-    size, num_blocks = size_of(stored), (a.channels + _BLOCK - 1) // _BLOCK
+    size = size_of(stored)
+    num_blocks = (a.channels + _BLOCK - 1) // _BLOCK
     old_at = total_at + _BLOCK * 4
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        node, first = item // num_blocks, item % num_blocks * _BLOCK
+        node = item // num_blocks
+        first = item % num_blocks * _BLOCK
         width = min(_BLOCK, a.channels - first)
         for place in range(a.kernel - 1):
             _recall_input(a, node, place, first, width, old_at, stored)
@@ -202,13 +204,12 @@ def _take_nodes(pointer, stored):
 @njit(**STRICT_PART)
 def _recall_input(a, node, place, first, width, old_at, stored):
     """Load an input before a node as fp32; 0 if its row is new, whatever the slot holds."""
-    slots, is_new, size, length = (
-        integers(a.slots),
-        integers(a.is_new),
-        size_of(stored),
-        a.kernel - 1,
-    )
-    source, old = integers(a.histories)[node * length + place], floats(old_at + place * _BLOCK * 4)
+    slots = integers(a.slots)
+    is_new = integers(a.is_new)
+    size = size_of(stored)
+    length = a.kernel - 1
+    source = integers(a.histories)[node * length + place]
+    old = floats(old_at + place * _BLOCK * 4)
     starts = False
     at = a.x + (source - a.num_old) * a.stride + first * size
     if source < a.num_old:
@@ -224,16 +225,22 @@ def _recall_input(a, node, place, first, width, old_at, stored):
 def _take_channels(pointer, stored):
     """Run one thread: process some channels of a row at a time until no items are left."""
     a = carray(pointer, 1)[0]
-    starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
+    starts = integers(a.starts)
+    slots = integers(a.slots)
+    is_new = integers(a.is_new)
     total_at = take_seat(pointer)
-    size, num_blocks = size_of(stored), (a.channels + _BLOCK - 1) // _BLOCK
+    size = size_of(stored)
+    num_blocks = (a.channels + _BLOCK - 1) // _BLOCK
     old_at = total_at + _BLOCK * 4
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        row, first = item // num_blocks, item % num_blocks * _BLOCK
-        width, start, end = min(_BLOCK, a.channels - first), starts[row], starts[row + 1]
+        row = item // num_blocks
+        first = item % num_blocks * _BLOCK
+        width = min(_BLOCK, a.channels - first)
+        start = starts[row]
+        end = starts[row + 1]
         if end > start:
             state_at = a.pool + (slots[row] * (a.kernel - 1) * a.channels + first) * size
             _recall(a, state_at, old_at, is_new[row], width, stored)
@@ -258,7 +265,8 @@ def _convolve(a, token, start, first, width, old_at, total_at, stored):
     """Convolve one token's channels first .. first + width - 1."""
     clear(total_at, width)
     for tap in range(a.kernel):
-        source, taps = token - (a.kernel - 1) + tap, floats(a.taps + (tap * a.channels + first) * 4)
+        source = token - (a.kernel - 1) + tap
+        taps = floats(a.taps + (tap * a.channels + first) * 4)
         if source < start:
             _add(
                 floats(old_at + (source - start + a.kernel - 1) * _BLOCK * 4),
@@ -269,10 +277,8 @@ def _convolve(a, token, start, first, width, old_at, total_at, stored):
         else:
             x = pointer_to(a.x + source * a.stride + first * size_of(stored), stored)
             _add(x, taps, floats(total_at), width)
-    out, total = (
-        pointer_to(a.out + (token * a.channels + first) * size_of(stored), stored),
-        floats(total_at),
-    )
+    out = pointer_to(a.out + (token * a.channels + first) * size_of(stored), stored)
+    total = floats(total_at)
     for channel in range(width):
         out[channel] = rounded(silu(total[channel]), stored)
 

@@ -82,7 +82,8 @@ _ARGUMENTS = record(
     "out",
 )
 _LINE = CHUNK * 4  # bytes of one number for each token of a chunk
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,9 @@ def _run(
 ) -> Tensor:
     """Launch with the arguments of both forms and `others`; return the output."""
     out = torch.empty(inputs.v.shape, dtype=torch.float32)
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
     _, num_heads, key_dim, value_dim = pool.shape
     launch(
         kernel,
@@ -232,15 +235,18 @@ def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
     """
 
     def write_step(builder, state, target, row, count, k, q, v, out, gates) -> None:
-        lines, each = Lines(builder, lanes), range(groups)
-        beta, decays = lines.number(gates), builder.add(gates, _I64(4))
+        lines = Lines(builder, lanes)
+        each = range(groups)
+        beta = lines.number(gates)
+        decays = builder.add(gates, _I64(4))
         shared = None if by_channel else lines.number(decays)
 
         def number(address, index):
             return lines.number(builder.add(address, builder.mul(index, _I64(4))))
 
         def recall(i, sums):
-            line, key = builder.add(state, builder.mul(row, i)), number(k, i)
+            line = builder.add(state, builder.mul(row, i))
+            key = number(k, i)
             if shared is None:
                 key = builder.fmul(number(decays, i), key)
             return [lines.fma(lines.load(line, n), key, sums[n]) for n in each]
@@ -251,11 +257,10 @@ def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
         errors = [builder.fmul(beta, builder.fsub(lines.load(v, n), found[n])) for n in each]
 
         def write(i, sums):
-            line, goal = (
-                builder.add(state, builder.mul(row, i)),
-                builder.add(target, builder.mul(row, i)),
-            )
-            key, query = number(k, i), number(q, i)
+            line = builder.add(state, builder.mul(row, i))
+            goal = builder.add(target, builder.mul(row, i))
+            key = number(k, i)
+            query = number(q, i)
             decay = number(decays, i) if shared is None else shared
             new = [
                 lines.fma(errors[n], key, builder.fmul(decay, lines.load(line, n))) for n in each
@@ -293,7 +298,8 @@ def _whole_step(*, by_channel: bool) -> Routine:
     return Routine(f"whole_step_{by_channel}", 10, write_columns)
 
 
-_STEP, _STEP_BY_CHANNEL = _whole_step(by_channel=False), _whole_step(by_channel=True)
+_STEP = _whole_step(by_channel=False)
+_STEP_BY_CHANNEL = _whole_step(by_channel=True)
 
 
 @intrinsic
@@ -315,8 +321,11 @@ def _advance_by_channel(typing, state, target, row, count, k, q, v, out, gates, 
 def _take_steps(pointer, stored):
     """Run one thread: process the tokens of a row's value head in order until no items are left."""
     a = carray(pointer, 1)[0]
-    starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
-    parents, targets = integers(a.parents), integers(a.targets)
+    starts = integers(a.starts)
+    slots = integers(a.slots)
+    is_new = integers(a.is_new)
+    parents = integers(a.parents)
+    targets = integers(a.targets)
     k_at = take_seat(pointer)
     q_at = k_at + a.key_dim * 4
     v_at = q_at + a.key_dim * 4
@@ -326,7 +335,8 @@ def _take_steps(pointer, stored):
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        row, head = item // a.num_heads, item % a.num_heads
+        row = item // a.num_heads
+        head = item % a.num_heads
         for token in range(starts[row], starts[row + 1]):
             target = a.kept + (targets[token] * a.num_heads + head) * head_bytes
             source = target
@@ -340,7 +350,8 @@ def _take_steps(pointer, stored):
             at = token * a.num_heads + head
             floats(gates_at)[0] = floats(a.beta)[at]
             _read_decays(a, at, gates_at + 4)
-            out_at, row_bytes = a.out + at * a.value_dim * 4, a.value_dim * 4
+            out_at = a.out + at * a.value_dim * 4
+            row_bytes = a.value_dim * 4
             if a.num_decays == 1:
                 _advance(
                     source,
@@ -373,7 +384,8 @@ def _take_steps(pointer, stored):
 @njit(**STRICT_PART)
 def _read_decays(a, place, out_at):
     """Compute e^g for a token and value head, the `place`-th of all."""
-    logs, decays = floats(a.g + place * a.num_decays * 4), floats(out_at)
+    logs = floats(a.g + place * a.num_decays * 4)
+    decays = floats(out_at)
     for channel in range(a.num_decays):
         decays[channel] = exp(logs[channel])
 
@@ -384,7 +396,8 @@ def _read_token(a, token, head, k_at, q_at, v_at, stored):
 
     q is also multiplied by dk^-0.5.
     """
-    size, shrunk = size_of(stored), np.float32(1) / np.sqrt(np.float32(a.key_dim))
+    size = size_of(stored)
+    shrunk = np.float32(1) / np.sqrt(np.float32(a.key_dim))
     shared = head // a.share * a.key_dim * size
     for turn in range(2):
         is_key = turn == 0
@@ -394,7 +407,8 @@ def _read_token(a, token, head, k_at, q_at, v_at, stored):
         _to_unit(
             x, floats(k_at if is_key else q_at), a.key_dim, np.float32(1) if is_key else shrunk
         )
-    x, v = pointer_to(a.v + token * a.v_stride + head * a.value_dim * size, stored), floats(v_at)
+    x = pointer_to(a.v + token * a.v_stride + head * a.value_dim * size, stored)
+    v = floats(v_at)
     for channel in range(a.value_dim):
         v[channel] = wide(x[channel])
 
@@ -407,10 +421,14 @@ def _to_unit(x, out, width, scale):
         out[channel] = wide(x[channel])
     whole = width // 8 * 8
     for at in range(0, whole, 8):
-        s0, s1 = fma(out[at], out[at], s0), fma(out[at + 1], out[at + 1], s1)
-        s2, s3 = fma(out[at + 2], out[at + 2], s2), fma(out[at + 3], out[at + 3], s3)
-        s4, s5 = fma(out[at + 4], out[at + 4], s4), fma(out[at + 5], out[at + 5], s5)
-        s6, s7 = fma(out[at + 6], out[at + 6], s6), fma(out[at + 7], out[at + 7], s7)
+        s0 = fma(out[at], out[at], s0)
+        s1 = fma(out[at + 1], out[at + 1], s1)
+        s2 = fma(out[at + 2], out[at + 2], s2)
+        s3 = fma(out[at + 3], out[at + 3], s3)
+        s4 = fma(out[at + 4], out[at + 4], s4)
+        s5 = fma(out[at + 5], out[at + 5], s5)
+        s6 = fma(out[at + 6], out[at + 6], s6)
+        s7 = fma(out[at + 7], out[at + 7], s7)
     for at in range(whole, width):
         s0 = fma(out[at], out[at], s0)
     total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
@@ -423,13 +441,16 @@ def _to_unit(x, out, width, scale):
 def _take_chunks(pointer, stored):
     """Run one thread: process the chunks of a row's value head in order until no items are left."""
     a = carray(pointer, 1)[0]
-    starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
+    starts = integers(a.starts)
+    slots = integers(a.slots)
+    is_new = integers(a.is_new)
     seat = take_seat(pointer)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        row, head = item // a.num_heads, item % a.num_heads
+        row = item // a.num_heads
+        head = item % a.num_heads
         state = a.pool + (slots[row] * a.num_heads + head) * a.key_dim * a.value_dim * 4
         if is_new[row] and starts[row] < starts[row + 1]:
             clear(state, a.key_dim * a.value_dim)
@@ -441,7 +462,10 @@ def _take_chunks(pointer, stored):
 @njit(**STRICT_PART)
 def _chunk(a, first, count, head, state, seat, stored):
     """Process `count` tokens from `first` on and advance the state at `state`."""
-    key_dim, value_dim, key_row, value_row = a.key_dim, a.value_dim, a.key_dim * 4, a.value_dim * 4
+    key_dim = a.key_dim
+    value_dim = a.value_dim
+    key_row = a.key_dim * 4
+    value_row = a.value_dim * 4
     k_at = seat
     q_at = k_at + CHUNK * key_row
     u_at = q_at + CHUNK * key_row
@@ -450,7 +474,8 @@ def _chunk(a, first, count, head, state, seat, stored):
     scores_at = system_at + CHUNK * _LINE
     left_at = scores_at + CHUNK * _LINE
     own = first * a.num_heads + head
-    out_at, out_row = a.out + own * value_row, a.num_heads * value_row
+    out_at = a.out + own * value_row
+    out_row = a.num_heads * value_row
     for i in range(count):
         _read_token(
             a, first + i, head, k_at + i * key_row, q_at + i * key_row, u_at + i * value_row, stored
@@ -460,7 +485,8 @@ def _chunk(a, first, count, head, state, seat, stored):
     else:
         _decay_by_channel(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at)
     # V - e^G K S; then the result is multiplied by beta.
-    beta, left = floats(a.beta + 4 * own), floats(left_at)
+    beta = floats(a.beta + 4 * own)
+    left = floats(left_at)
     add_product(k_at, key_row, 4, state, value_row, u_at, value_row, count, value_dim, key_dim)
     for i in range(count):
         scale(u_at + i * value_row, value_dim, beta[i * a.num_heads])
@@ -482,17 +508,25 @@ def _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, l
     G_j) q_i k_j, for j <= i. Then k and q become -e^G k and e^G q, `turned` gets e^(G_last - G_j)
     k_j by channel, and `left` e^G_last for each channel.
     """
-    key_dim, key_row, decays_at = a.key_dim, a.key_dim * 4, left_at + a.key_dim * 4
-    k, turned, left, decays = floats(k_at), floats(turned_at), floats(left_at), floats(decays_at)
+    key_dim = a.key_dim
+    key_row = a.key_dim * 4
+    decays_at = left_at + a.key_dim * 4
+    k = floats(k_at)
+    turned = floats(turned_at)
+    left = floats(left_at)
+    decays = floats(decays_at)
     for i in range(count):
         for channel in range(key_dim):
             turned[channel * CHUNK + i] = k[i * key_dim + channel]
-    before, after = floats(decays_at + CHUNK * _LINE), floats(decays_at + (CHUNK + 1) * _LINE)
+    before = floats(decays_at + CHUNK * _LINE)
+    after = floats(decays_at + (CHUNK + 1) * _LINE)
     _find_decays(a, own, count, decays, before, after)
     for which in range(2):
         rows_at, products_at = (k_at, system_at) if which == 0 else (q_at, scores_at)
         _lower_scores(rows_at, key_row, turned_at, products_at, count, key_dim)
-    beta, system, scores = floats(a.beta + 4 * own), floats(system_at), floats(scores_at)
+    beta = floats(a.beta + 4 * own)
+    system = floats(system_at)
+    scores = floats(scores_at)
     for i in range(count):
         strength = -beta[i * a.num_heads]
         for j in range(i + 1):
@@ -509,12 +543,16 @@ def _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, l
 @njit(**STRICT_PART)
 def _decay_by_channel(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at):
     """Compute the same with a decay per channel: each token in turn decays the keys before it."""
-    key_dim, decays_at = a.key_dim, left_at + a.key_dim * 4
-    left, decays, beta = floats(left_at), floats(decays_at), floats(a.beta + 4 * own)
+    key_dim = a.key_dim
+    decays_at = left_at + a.key_dim * 4
+    left = floats(left_at)
+    decays = floats(decays_at)
+    beta = floats(a.beta + 4 * own)
     for channel in range(key_dim):
         left[channel] = 1
     for i in range(count):
-        k_row, q_row = k_at + i * key_dim * 4, q_at + i * key_dim * 4
+        k_row = k_at + i * key_dim * 4
+        q_row = q_at + i * key_dim * 4
         _read_decays(a, own + i * a.num_heads, decays_at)
         for first in range(0, i + 1, LANES):
             at = (i * CHUNK + first) * 4
@@ -529,7 +567,8 @@ def _decay_by_channel(a, own, count, k_at, q_at, turned_at, system_at, scores_at
                 scores_at + at,
             )
         scale(system_at + i * _LINE, i, -beta[i * a.num_heads])
-        k, q = floats(k_row), floats(q_row)
+        k = floats(k_row)
+        q = floats(q_row)
         for channel in range(key_dim):
             left[channel] *= decays[channel]
             q[channel] *= left[channel]
@@ -546,10 +585,8 @@ def _write_fading(builder, faded, count, own, decays, k, q, system, scores) -> N
     is_own = builder.icmp_signed("==", everywhere, ir.Constant(places, list(range(LANES))))
 
     def step(channel, sums):
-        line, offset = (
-            builder.add(faded, builder.mul(channel, _I64(_LINE))),
-            builder.mul(channel, _I64(4)),
-        )
+        line = builder.add(faded, builder.mul(channel, _I64(_LINE)))
+        offset = builder.mul(channel, _I64(4))
         decay, key, query = (
             lines.number(builder.add(address, offset)) for address in (decays, k, q)
         )
@@ -584,7 +621,8 @@ def _find_decays(a, own, count, decays, before, after):
 
     The numbers with j > i are meaningless.
     """
-    g, running = floats(a.g + 4 * own), np.float32(0)
+    g = floats(a.g + 4 * own)
+    running = np.float32(0)
     for i in range(count):
         running += g[i * a.num_heads]
         before[i] = running
@@ -602,7 +640,9 @@ def _find_decays(a, own, count, decays, before, after):
 def _lower_scores(rows_at, row, turned_at, out_at, count, key_dim):
     """Compute the products of `count` tokens with the tokens up to each, and some later ones."""
     for first in range(0, count, LANES):
-        num_rows, width, at = min(LANES, count - first), first + LANES, out_at + first * _LINE
+        num_rows = min(LANES, count - first)
+        width = first + LANES
+        at = out_at + first * _LINE
         clear(at, num_rows * CHUNK)
         add_product(
             rows_at + first * row, row, 4, turned_at, _LINE, at, _LINE, num_rows, width, key_dim

@@ -116,20 +116,18 @@ def gates_for(dtype: torch.dtype):
 def _gate_tokens(pointer, stored):
     """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
-    rates, offsets, count = floats(a.rates), floats(a.offsets), a.num_heads * a.width
+    rates = floats(a.rates)
+    offsets = floats(a.offsets)
+    count = a.num_heads * a.width
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            step, write = (
-                pointer_to(a.step + token * a.step_stride, stored),
-                pointer_to(a.write + token * a.write_stride, stored),
-            )
-            decay, strength = (
-                floats(a.decay + token * count * 4),
-                floats(a.strength + token * a.num_heads * 4),
-            )
+            step = pointer_to(a.step + token * a.step_stride, stored)
+            write = pointer_to(a.write + token * a.write_stride, stored)
+            decay = floats(a.decay + token * count * 4)
+            strength = floats(a.strength + token * a.num_heads * 4)
             for place in range(count):
                 decay[place] = rates[place // a.width] * softplus(
                     wide(step[place]) + offsets[place]
@@ -191,7 +189,8 @@ def norm_for(dtype: torch.dtype):
 def _norm_tokens(pointer, stored):
     """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
-    weight, size = floats(a.weight), size_of(stored)
+    weight = floats(a.weight)
+    size = size_of(stored)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -230,10 +229,14 @@ def _sum_of_squares(x, width):
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
     whole = width // 8 * 8
     for at in range(0, whole, 8):
-        s0, s1 = fma(x[at], x[at], s0), fma(x[at + 1], x[at + 1], s1)
-        s2, s3 = fma(x[at + 2], x[at + 2], s2), fma(x[at + 3], x[at + 3], s3)
-        s4, s5 = fma(x[at + 4], x[at + 4], s4), fma(x[at + 5], x[at + 5], s5)
-        s6, s7 = fma(x[at + 6], x[at + 6], s6), fma(x[at + 7], x[at + 7], s7)
+        s0 = fma(x[at], x[at], s0)
+        s1 = fma(x[at + 1], x[at + 1], s1)
+        s2 = fma(x[at + 2], x[at + 2], s2)
+        s3 = fma(x[at + 3], x[at + 3], s3)
+        s4 = fma(x[at + 4], x[at + 4], s4)
+        s5 = fma(x[at + 5], x[at + 5], s5)
+        s6 = fma(x[at + 6], x[at + 6], s6)
+        s7 = fma(x[at + 7], x[at + 7], s7)
     for at in range(whole, width):
         s0 = fma(x[at], x[at], s0)
     return ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
@@ -284,7 +287,8 @@ def _gate_heads(pointer, stored):
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
             first = token * a.width * size
-            x, out = pointer_to(a.x + first, stored), pointer_to(a.out + first, stored)
+            x = pointer_to(a.x + first, stored)
+            out = pointer_to(a.out + first, stored)
             gate = pointer_to(a.gate + token * a.gate_stride, stored)
             for place in range(a.width):
                 opened = rounded(sigmoid(wide(gate[place])), stored)

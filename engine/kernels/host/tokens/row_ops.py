@@ -131,7 +131,8 @@ def apart(x: Tensor, team: Team) -> Tensor:
 
     x is bf16, or int8 with an even number of columns, with dense rows.
     """
-    distance, whole = x.stride(0), -(-len(x) // TILE_ROWS) * TILE_ROWS
+    distance = x.stride(0)
+    whole = -(-len(x) // TILE_ROWS) * TILE_ROWS
     num_lines, rest = divmod(distance * x.itemsize, LINE_BYTES)
     last = (x.storage_offset() + whole * distance) * x.itemsize
     if (
@@ -191,10 +192,8 @@ def gather_rows(table: Tensor, indices: Tensor, team: Team) -> Tensor:
     Raises:
         InternalError: the table does not have a row.
     """
-    out, indices = (
-        torch.empty(len(indices), table.shape[1], dtype=table.dtype),
-        indices.contiguous(),
-    )
+    out = torch.empty(len(indices), table.shape[1], dtype=table.dtype)
+    indices = indices.contiguous()
     launch_integers(
         gathers_for(table.dtype),
         -(-len(indices) // _ITEM_ROWS),
@@ -280,7 +279,8 @@ def _find_largest(pointer):
 @njit(**STRICT_PART)
 def _place_of_largest(x):
     """Search only the blocks whose maximum exceeds the best value so far."""
-    best, place = x[0], 0
+    best = x[0]
+    place = 0
     for first in range(0, len(x), _BLOCK_VALUES):
         block = x[first : first + _BLOCK_VALUES]
         is_better = False
@@ -289,7 +289,8 @@ def _place_of_largest(x):
         if is_better and best == best:
             for at in range(len(block)):
                 if not block[at] <= best and best == best:
-                    best, place = block[at], first + at
+                    best = block[at]
+                    place = first + at
     return place
 
 

@@ -40,14 +40,16 @@ _BLOCK = 64
 # number of weights that are summed before the sampled token is searched among them
 _SUM_BLOCK = 512
 _ONE_BITS = 0x3FF0000000000000
-_EXPONENT_BIAS, _FRACTION_BITS = 1023, 52
+_EXPONENT_BIAS = 1023
+_FRACTION_BITS = 52
 _FP32_BYTES = 4
 # Steps of `_weighed`. A search is compiled at each call site, so there is only one (2.8 s; three
 # took 5 s).
 _BLOCKS, _TOP_K, _TOP_P, _MIN_P = range(4)
 _LOWEST = -708.0  # e^x counts as 0 below
 _LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
+_LN2_HIGH = 0.693147180369123816490
+_LN2_LOW = 1.90821492927058770002e-10
 # Taylor coefficients: for |r| <= ln(2) / 2 the first omitted term is below 1e-17.
 _T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = (
     1.0 / math.factorial(n) for n in range(2, 14)
@@ -93,11 +95,10 @@ def _draw_rows(pointer):
     """Run one thread: sample one row at a time until no items are left."""
     a = carray(pointer, 1)[0]
     room = take_seat(pointer)
-    weights, logits = pointer_to(room, np.float64), pointer_to(room + 8 * a.vocab_size, np.float64)
-    ids, marks = (
-        integers(room + 16 * a.vocab_size),
-        pointer_to(room + 24 * a.vocab_size, np.float64),
-    )
+    weights = pointer_to(room, np.float64)
+    logits = pointer_to(room + 8 * a.vocab_size, np.float64)
+    ids = integers(room + 16 * a.vocab_size)
+    marks = pointer_to(room + 24 * a.vocab_size, np.float64)
     tokens = integers(a.tokens)
     while True:
         item = count_up(pointer, NEXT)
@@ -125,7 +126,11 @@ def _draw(logits, vocab_size, rule, weights, ids, marks):
 
     weights and ids have space for one entry per token, marks for one per block.
     """
-    temperature, top_k, top_p, min_p, point = rule[0], int(rule[1]), rule[2], rule[3], rule[4]
+    temperature = rule[0]
+    top_k = int(rule[1])
+    top_p = rule[2]
+    min_p = rule[3]
+    point = rule[4]
     best = _mark_blocks(logits, vocab_size, marks)
     if not np.isfinite(best):
         return NOT_HERE
@@ -150,7 +155,10 @@ def _weighed(
 
     Their ids are stored as well, unless all tokens can be sampled.
     """
-    count, mass, least, above = vocab_size, 0.0, 0.0, 0.0
+    count = vocab_size
+    mass = 0.0
+    least = 0.0
+    above = 0.0
     for step in range(_BLOCKS, _BLOCKS + 1 if takes_all else _MIN_P + 1):
         if _searches(step, top_k, top_p, vocab_size):
             numbers, size = (
@@ -173,7 +181,8 @@ def _weighed(
         _weigh(logits, vocab_size, best, temperature, marks, least, weights)
         if not top_k:
             mass = _sum(weights, 0, vocab_size)
-            least, mass = _least_in_sight(mass, top_p, min_p, vocab_size), top_p * mass
+            least = _least_in_sight(mass, top_p, min_p, vocab_size)
+            mass = top_p * mass
         if not takes_all:
             count = _pick(weights, vocab_size, marks, least, ids)
     return count
@@ -212,10 +221,13 @@ def _num_equal(step, count, top_k, mass, least, above):
 @njit(**PART)
 def _mark_blocks(logits, vocab_size, marks):
     """Store the maximum logit of each block; return the maximum, or NaN if any logit is NaN."""
-    best, is_number = -np.inf, True
+    best = -np.inf
+    is_number = True
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
-        first, highest = block * _BLOCK, -np.inf
-        size, num_numbers = min(_BLOCK, vocab_size - first), 0
+        first = block * _BLOCK
+        highest = -np.inf
+        size = min(_BLOCK, vocab_size - first)
+        num_numbers = 0
         for place in range(size):
             value = logits[first + place]
             highest = value if value > highest else highest
@@ -270,7 +282,8 @@ def _pick(weights, vocab_size, marks, least, ids):
         if marks[block] >= least:
             for place in range(block * _BLOCK, min((block + 1) * _BLOCK, vocab_size)):
                 if weights[place] >= least:
-                    weights[count], ids[count] = weights[place], place
+                    weights[count] = weights[place]
+                    ids[count] = place
                     count += 1
     return count
 
@@ -283,7 +296,8 @@ def _keep(weights, ids, count, least, num_equal):
         weight = weights[place]
         if weight > least or (weight == least and num_equal > 0):
             num_equal -= weight == least
-            weights[kept], ids[kept] = weight, ids[place]
+            weights[kept] = weight
+            ids[kept] = ids[place]
             kept += 1
     return kept
 
@@ -296,7 +310,8 @@ def _least_of(weights, count, wanted, by_mass):
     `by_mass` 1.0 `wanted` is a sum of weights, with 0.0 a number.
     """
     # as bits; low always satisfies the condition, and values above high do not
-    low, high = 0, _ONE_BITS
+    low = 0
+    high = _ONE_BITS
     while low < high:
         middle = low + (high - low + 1) // 2
         if _amount_above(weights, count, np.int64(middle - 1).view(np.float64), by_mass) >= wanted:
@@ -309,7 +324,8 @@ def _least_of(weights, count, wanted, by_mass):
 
 @njit(**PART)
 def _amount_above(weights, count, bound, by_mass):
-    total, by_number = 0.0, 1.0 - by_mass
+    total = 0.0
+    by_number = 1.0 - by_mass
     for place in range(count):
         weight = weights[place]
         total += by_number + by_mass * weight if weight > bound else 0.0
@@ -330,17 +346,21 @@ def _find(weights, count, point, sums):
 
     sums has space for one entry per block.
     """
-    num_blocks, total = (count + _SUM_BLOCK - 1) // _SUM_BLOCK, 0.0
+    num_blocks = (count + _SUM_BLOCK - 1) // _SUM_BLOCK
+    total = 0.0
     for block in range(num_blocks):
         sums[block] = _sum(weights, block * _SUM_BLOCK, min((block + 1) * _SUM_BLOCK, count))
         total += sums[block]
-    target, before, last = point * total, 0.0, 0
+    target = point * total
+    before = 0.0
+    last = 0
     for block in range(num_blocks):
         if sums[block] > 0 and before + sums[block] > target:
             found = before
             for place in range(block * _SUM_BLOCK, min((block + 1) * _SUM_BLOCK, count)):
                 if weights[place] > 0:
-                    found, last = found + weights[place], place
+                    found = found + weights[place]
+                    last = place
                     if found > target:
                         break
             return last  # the block's sum may have been rounded up
