@@ -2,7 +2,7 @@
 
     planned = plan(100, Arrivals(rate=4), shape, seed=0)
     outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of arrival
-    figures = summarise(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
+    figures = summarize(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
 
 TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of
 a stream; E2E sent to last token. A request that was sent late, because this process was busy, shows
@@ -125,7 +125,7 @@ def errors_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None))
 
 
-def summarise(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[str, float | None]:
+def summarize(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[str, float | None]:
     """The figures of one run."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     timings = [outcome.timings for outcome in done if outcome.timings is not None]

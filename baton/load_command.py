@@ -15,7 +15,7 @@ from rich.table import Table
 
 from baton import load_plot
 from baton.client import AsyncBatonClient
-from baton.load import Endpoint, Outcome, Slo, errors_of, run_load, summarise
+from baton.load import Endpoint, Outcome, Slo, errors_of, run_load, summarize
 from baton.load import Progress as RunProgress
 from baton.retry import DEFAULT_RETRY, NO_RETRY
 from baton.traces import Trace, read_trace
@@ -113,7 +113,7 @@ async def measure(
     if spec.picture is not None:
         load_plot.plot(outcomes, spec.slo, spec.picture)
     return {
-        **summarise(outcomes, spec.slo, duration_s),
+        **summarize(outcomes, spec.slo, duration_s),
         "errors": errors_of(outcomes),
         "seed": spec.seed,
         "prompt_tokens": sum(outcome.prompt_tokens for outcome in outcomes),

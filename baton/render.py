@@ -1,4 +1,4 @@
-"""What the commands draw: tables for people, JSON for programs, coloured log prefixes."""
+"""What the commands draw: tables for people, JSON for programs, colored log prefixes."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from baton.values import ClusterStatus, Completion, Event, Timings, WorkerStatus
 from runtime.observe.log import LogStyle, styled_line
 
 _LONG_STEP_S = 2.0  # a step that takes longer is worth a word
-_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+_COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 _ROUTINE = re.compile(
     r"[0-9:.]{12} (debug|info) "
 )  # as `runtime.observe.log.human_line` begins a line
@@ -141,12 +141,12 @@ def _bar(free: int, total: int) -> str:
 
 
 def log_printer(console: Console) -> LogSink:
-    """Prints a process's lines behind its name, each process in a colour of its own."""
-    colours: dict[str, str] = {}
+    """Prints a process's lines behind its name, each process in a color of its own."""
+    colors: dict[str, str] = {}
 
     def sink(name: str, line: str) -> None:
-        colour = colours.setdefault(name, _COLOURS[len(colours) % len(_COLOURS)])
-        console.print(Text.assemble((f"{name:<12}", colour), "│ ", line), soft_wrap=True)
+        color = colors.setdefault(name, _COLORS[len(colors) % len(_COLORS)])
+        console.print(Text.assemble((f"{name:<12}", color), "│ ", line), soft_wrap=True)
 
     return sink
 

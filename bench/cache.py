@@ -1,7 +1,7 @@
 """`python -m bench.cache`: what the prefix cache gives and what it costs, on a whole local cluster.
 
 A prefill worker and a decode worker on a core each, with random bf16 weights of Qwen3-0.6B's shape.
-Turns alternate, and a ratio is the median over pairs of neighbouring turns, so that a machine that
+Turns alternate, and a ratio is the median over pairs of neighboring turns, so that a machine that
 drifts slows both sides; `_least` is the ratio of both sides' least, which other work touches last,
 and `cpu` one of CPU time, which does not count waits for a core.
 

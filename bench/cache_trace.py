@@ -22,7 +22,7 @@ from statistics import median
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, run_load, summarise
+from baton.load import Slo, run_load, summarize
 from baton.retry import NO_RETRY
 from baton.values import ModelInfo, Query, Sampling, Stop
 from baton.workload import BLOCK_TOKENS, Planned
@@ -71,7 +71,7 @@ async def asked(
         queries = await _queries(client, trace, flags.scale)
         began_s = time.monotonic()
         outcomes = await run_load(client, queries, arrivals_s)
-        return summarise(outcomes, Slo(1, 1), time.monotonic() - began_s)
+        return summarize(outcomes, Slo(1, 1), time.monotonic() - began_s)
 
 
 async def _queries(client: AsyncBatonClient, trace: Sequence[Planned], scale: int) -> list[Query]:

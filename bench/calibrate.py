@@ -28,7 +28,7 @@ import numpy as np
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, summarise
+from baton.load import Slo, summarize
 from baton.retry import NO_RETRY
 from baton.values import ModelInfo
 from baton.workload import Lengths, Shape
@@ -168,8 +168,8 @@ class Calibrator:
         costs = await asyncio.to_thread(self.costs, before + after)
         run = await asyncio.to_thread(simulate, self.fleet(costs, seed), asked.planned)
         real, ours = (
-            summarise(asked.outcomes, SLO, asked.seconds),
-            summarise(run.outcomes, SLO, run.duration_s),
+            summarize(asked.outcomes, SLO, asked.seconds),
+            summarize(run.outcomes, SLO, run.duration_s),
         )
         figures: dict[str, Value] = {}
         for name in (

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, run_load, summarise
+from baton.load import Slo, run_load, summarize
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster
 from bench.report import Value
@@ -44,7 +44,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     topology = (
         f"{flags.prefill}x{flags.prefill_pp} prefill, {flags.decode}x{flags.decode_pp} decode"
     )
-    return {"topology": topology, "rate_per_s": flags.rate, **summarise(outcomes, slo, duration_s)}
+    return {"topology": topology, "rate_per_s": flags.rate, **summarize(outcomes, slo, duration_s)}
 
 
 def main() -> int:

@@ -137,7 +137,7 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
     return Turn(streams, longs, began_s, ended_s)
 
 
-def summarise(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Value]:
+def summarize(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Value]:
     """Medians over turns by side, sums of what was lost, and the ratios turn by turn."""
     found = {side: [turn.figures() for turn in those] for side, those in turns.items()}
     values: dict[str, Value] = {}
@@ -218,7 +218,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             "prompt_tokens": flags.prompt_tokens,
             "interval_s": flags.interval,
             "turns": flags.turns,
-            **summarise(turns),
+            **summarize(turns),
             **others.figures(),
         }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Outcome, Slo, run_load, summarise
+from baton.load import Outcome, Slo, run_load, summarize
 from baton.values import ClusterStatus
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster, until
@@ -57,7 +57,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         finally:
             over.set()
         outcomes = await load
-    values = summarise(
+    values = summarize(
         outcomes, Slo(flags.slo_ttft_s, flags.slo_tpot_s), time.monotonic() - started
     )
     topology = f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode"

@@ -176,7 +176,7 @@ def recall_questions(
     """Return held-out questions: a story of at least two facts, then a question about one of them.
 
     Training uses seeds below 1,000,000 and evaluation seeds above. With 24 names, 20 things, 10
-    colours, 8 places and 8 verbs per fact, no two stories coincide by chance.
+    colors, 8 places and 8 verbs per fact, no two stories coincide by chance.
     """
     rng = random.Random(1_000_000 + seed)
     questions = []

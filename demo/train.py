@@ -256,7 +256,7 @@ def measure_recall(folder: Path, *, questions: int) -> dict[str, float]:
     """Return the exact-answer rate of the stored bf16 model on held-out questions.
 
     Stories have two to six facts. "recall": no word repeats in a story. "recall_repeated_words":
-    two facts may share verb, colour or place.
+    two facts may share verb, color or place.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -42,7 +42,7 @@ from models.checkpoint import (
     same_content,
 )
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
-from models.quantised_formats import open_checkpoint
+from models.quantized_formats import open_checkpoint
 from models.registry import read_decoder
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError

@@ -11,7 +11,7 @@ from models.qwen2 import read_qwen2_attention
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     attention = read_qwen2_attention(raw, qkv_bias=raw.flag("qkv_bias", default=True))
     moe = read_softmax_moe(
-        raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=True
+        raw, renormalize=raw.flag("norm_topk_prob", default=False), has_shared=True
     )
     return assemble_decoder(
         raw,

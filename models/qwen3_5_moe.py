@@ -10,5 +10,5 @@ from models.qwen3_5 import read_hybrid_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
-    moe = read_softmax_moe(raw, renormalise=True, has_shared=True)
+    moe = read_softmax_moe(raw, renormalize=True, has_shared=True)
     return read_hybrid_decoder(raw, [moe] * raw.integer("num_hidden_layers"))

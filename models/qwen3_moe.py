@@ -11,7 +11,7 @@ from models.qwen3 import read_qwen3_attention
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     attention = read_qwen3_attention(raw)
     moe = read_softmax_moe(
-        raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=False
+        raw, renormalize=raw.flag("norm_topk_prob", default=False), has_shared=False
     )
     return assemble_decoder(
         raw,

@@ -12,6 +12,6 @@ from models.qwen3_5 import read_hybrid_decoder
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     moe = read_softmax_moe(
-        raw, renormalise=raw.flag("norm_topk_prob", default=True), has_shared=True
+        raw, renormalize=raw.flag("norm_topk_prob", default=True), has_shared=True
     )
     return read_hybrid_decoder(raw, read_sparse_feed_forwards(raw, moe), is_interleaved=True)

@@ -1,4 +1,4 @@
-"""`baton simulate`: the behaviour of a fleet under a load."""
+"""`baton simulate`: the behavior of a fleet under a load."""
 
 import json
 import math

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.load import Slo, errors_of, percentiles, summarise
+from baton.load import Slo, errors_of, percentiles, summarize
 from sim.fleet import FleetConfig, FleetRun
 
 _LEFT_OUT = ("itl_s", "prefill_s", "handoff_exposed_s", "lag_s")  # not measured by a simulation
@@ -23,7 +23,7 @@ def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object
     """
     seen = {
         name: value
-        for name, value in summarise(run.outcomes, slo, run.duration_s).items()
+        for name, value in summarize(run.outcomes, slo, run.duration_s).items()
         if not name.startswith(_LEFT_OUT)
     }
     prompt_tokens = sum(each.prompt_tokens for each in run.answered)

@@ -1,4 +1,4 @@
-"""A transport inside one process with injected faults, to make UCX behaviour visible and
+"""A transport inside one process with injected faults, to make UCX behavior visible and
 repeatable.
 
 It copies when the receiver takes the message, as a rendezvous does. So the source memory is read

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kernels.delta_rule import CHUNK
 
 
-def normalise_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Tensor]:
+def normalize_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Tensor]:
     """Normalize and repeat q and k, [T, Hk, dk] to fp32 [T, Hv, dk].
 
     Each head gets unit length (eps 1e-6 on the squared sum), and q is scaled by dk^-0.5. Each key

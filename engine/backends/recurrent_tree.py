@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.gated_delta import decays_of, normalise_heads, recurrent_step
+from engine.backends.gated_delta import decays_of, normalize_heads, recurrent_step
 from engine.backends.recurrent_batch import Taps, delta_inputs, recurrent_rows
 from engine.contracts.recurrent import PlanningRecurrent, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -231,7 +231,7 @@ class TreeRecurrent:
         beta: Tensor,
         layout: TreeLayout,
     ) -> Tensor:
-        q, k = normalise_heads(q, k, v.shape[1])
+        q, k = normalize_heads(q, k, v.shape[1])
         v = v.float()
         g = decays_of(g)
         rows = layout.scratch_rows

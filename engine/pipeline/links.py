@@ -1,9 +1,9 @@
-"""Links for tensors between neighbouring stages: point-to-point messages of `torch.distributed`.
+"""Links for tensors between neighboring stages: point-to-point messages of `torch.distributed`.
 
-A link is one direction between two neighbours, with its own process group. So a lost neighbour
+A link is one direction between two neighbors, with its own process group. So a lost neighbor
 breaks only the links to it, and other users of torch.distributed in this process are not affected.
 A message is received only after its frame has given its length, so a device never waits for a
-neighbour that sends nothing.
+neighbor that sends nothing.
 
 Opening a link needs both ends and cannot be cancelled. It runs in its own thread, and each
 wait for that thread has a deadline.

@@ -20,7 +20,7 @@ from engine.pipeline.links import OPEN_TIMEOUT_S, P2PLink, Transfer
 _SPIN_S = 200e-6
 _SLEEP_S = 50e-6
 _ENVIRONMENT = {
-    # NCCL's watchdog would end the process, but a stage must survive a lost neighbour.
+    # NCCL's watchdog would end the process, but a stage must survive a lost neighbor.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the watchdog's monitor
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # the device waits, not the host

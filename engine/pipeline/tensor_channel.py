@@ -1,7 +1,7 @@
 """A `StageChannel` over a `FrameChannel`: tensors travel within the frame, or over links if given.
 
 The frame is sent first and lists the tensors that follow over the link. During every wait, the
-frame channel is asked whether the neighbour is alive: it is notified of a lost process, a device is
+frame channel is asked whether the neighbor is alive: it is notified of a lost process, a device is
 not.
 """
 
@@ -23,7 +23,7 @@ from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLos
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_UNDER_WAY = 16
-_LOOK_S = 0.05  # between two checks of the neighbour
+_LOOK_S = 0.05  # between two checks of the neighbor
 
 
 class TensorChannel:

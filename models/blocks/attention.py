@@ -87,7 +87,7 @@ class AttentionSpec:
     def kv_heads(self) -> Part:
         """Return the heads of k and v that this rank's queries read.
 
-        If there are fewer heads than ranks, neighbouring ranks have the same.
+        If there are fewer heads than ranks, neighboring ranks have the same.
         """
         return self.rank.shared_part(
             self.num_kv_heads, f"heads of keys and values ({self.kv_heads_field})"

@@ -39,15 +39,15 @@ _EXPERT_COUNTS = (
 class SoftmaxRouting:
     """A router that selects the most probable experts.
 
-    With `renormalise` the weights of the selected experts add up to 1.
+    With `renormalize` the weights of the selected experts add up to 1.
     """
 
-    renormalise: bool
+    renormalize: bool
 
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
         """Return weights fp32 and expert ids, [T, num_chosen] each, for logits [T, experts]."""
         weights, ids = logits.float().softmax(dim=-1).topk(num_chosen, dim=-1)
-        return (weights / weights.sum(dim=-1, keepdim=True) if self.renormalise else weights), ids
+        return (weights / weights.sum(dim=-1, keepdim=True) if self.renormalize else weights), ids
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SigmoidRouting:
     of their two best scores take part.
     """
 
-    renormalise: bool
+    renormalize: bool
     scale: float
     num_groups: int
     kept_groups: int
@@ -81,7 +81,7 @@ class SigmoidRouting:
             ranked = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
         ids = ranked.topk(num_chosen, dim=-1).indices
         weights = scores.gather(1, ids)
-        if self.renormalise:
+        if self.renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self.scale, ids
 
@@ -159,7 +159,7 @@ class MoeSpec:
         return Moe(spec=self, weights=weights)
 
 
-def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> MoeSpec:
+def read_softmax_moe(raw: RawConfig, *, renormalize: bool, has_shared: bool) -> MoeSpec:
     """Read the fields of the Qwen families.
 
     `num_local_experts` is the newer spelling of `num_experts`.
@@ -174,7 +174,7 @@ def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> 
             experts_field=count,
             num_chosen=raw.integer("num_experts_per_tok"),
             expert_width=raw.integer("moe_intermediate_size"),
-            routing=SoftmaxRouting(renormalise=renormalise),
+            routing=SoftmaxRouting(renormalize=renormalize),
             shared_width=raw.integer("shared_expert_intermediate_size") if has_shared else 0,
         ),
     )
@@ -186,7 +186,7 @@ def read_sigmoid_moe(raw: RawConfig) -> MoeSpec:
     raw.require("moe_layer_freq", only=1, default=1)
     width = raw.integer("moe_intermediate_size")
     routing = SigmoidRouting(
-        renormalise=raw.flag("norm_topk_prob", default=True),
+        renormalize=raw.flag("norm_topk_prob", default=True),
         scale=raw.number("routed_scaling_factor", 1.0),
         num_groups=raw.integer("n_group", 1),
         kept_groups=raw.integer("topk_group", 1),

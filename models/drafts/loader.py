@@ -22,7 +22,7 @@ from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription, description_digest, kept_bytes, notices_of, with_dtype
-from models.quantised_formats import open_checkpoint
+from models.quantized_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError, InternalError
 from runtime.model_files.model_folder import check_model_folder

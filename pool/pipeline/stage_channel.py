@@ -37,7 +37,7 @@ FRAME_OVERHEAD = 1 << 12  # header and table of the tensors
 
 @dataclass(frozen=True)
 class StageAddress:
-    """The address by which its neighbours reach a stage.
+    """The address by which its neighbors reach a stage.
 
     links        backend that can move its tensors outside the frames; empty if there is none
     why          reason for empty `links`

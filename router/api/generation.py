@@ -34,7 +34,7 @@ from runtime.security.access import ANYBODY, Caller
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
 FLUSH_TIMEOUT_S = 5.0  # per worker, which flushes between two steps of its engine
-# 2^64 divided by the golden ratio, so that seeds of neighbouring requests do not collide (Knuth,
+# 2^64 divided by the golden ratio, so that seeds of neighboring requests do not collide (Knuth,
 # TAOCP 3, section 6.4).
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -93,7 +93,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         checked = await admissible(
             request,
             self._facts(),
-            self._model.tokeniser,
+            self._model.text_tokenizer,
             draw_seed,
             self._model.grammars,
             most_urgent=self._limits.priorities.most_urgent(caller),
@@ -138,7 +138,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GetModelInfoRequest, context: Context
     ) -> generation_pb2.GetModelInfoResponse:
         facts = self._facts()
-        tokeniser = self._model.tokeniser
+        text_tokenizer = self._model.text_tokenizer
         return generation_pb2.GetModelInfoResponse(
             model=facts.name,
             architecture=facts.architecture,
@@ -146,8 +146,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             max_context_tokens=facts.max_context_tokens,
             num_layers=facts.num_layers,
             eos_token_ids=facts.eos_token_ids,
-            has_tokenizer=tokeniser is not None,
-            has_chat_template=tokeniser is not None and tokeniser.has_chat_template,
+            has_tokenizer=text_tokenizer is not None,
+            has_chat_template=text_tokenizer is not None and text_tokenizer.has_chat_template,
             revision=self._services.directory.revision,
             default_sampling=resolved_sampling(types_pb2.SamplingParams(), facts),
         )
@@ -250,11 +250,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         Raises:
             InvalidRequestError: the client cannot have these tokens.
         """
-        tokeniser = self._model.tokeniser
-        detokeniser = None
-        if tokeniser is not None and checked.wants_text:
-            detokeniser = tokeniser.detokenisers.new(checked.engine.prompt_token_ids)
-        output = Output(checked.engine, checked.stop_strings, detokeniser)
+        text_tokenizer = self._model.text_tokenizer
+        detokenizer = None
+        if text_tokenizer is not None and checked.wants_text:
+            detokenizer = text_tokenizer.detokenizers.new(checked.engine.prompt_token_ids)
+        output = Output(checked.engine, checked.stop_strings, detokenizer)
         await feed(output, checked.resumed_of(index), checked.engine, index)
         return output
 

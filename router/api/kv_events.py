@@ -66,7 +66,7 @@ class CacheEvents:
         for depth, name in enumerate(names):
             block = self._blocks.get(name)
             if block is None:
-                if not self._has_room():
+                if not self._has_room(names):
                     break
                 tokens = array("I", prompt.token_ids[depth * page_size : (depth + 1) * page_size])
                 block = self._blocks[name] = TokenBlock(name, parent, tokens, depth)
@@ -144,10 +144,10 @@ class CacheEvents:
             if name in self._unpublished:
                 self._unpublished.move_to_end(name)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, names: Sequence[bytes]) -> bool:
         if len(self._blocks) >= MAX_BLOCKS:
-            if not self._unpublished:
-                return False
+            if next(iter(self._unpublished), names[0]) in names:
+                return False  # only blocks of this prompt could be evicted: keep its parents
             name, _ = self._unpublished.popitem(last=False)
             del self._blocks[name]
         return True

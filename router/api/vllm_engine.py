@@ -25,7 +25,7 @@ from router.api.generation import GenerationService
 from router.api.kv_events import CacheEvents
 from router.api.vllm_tokenizer import GatewayTokenizer
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
-from router.text.tokenise import INLINE_CHARACTERS
+from router.text.tokenizer import INLINE_CHARACTERS
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
 from runtime.model_files.config import read_config, text_fields
 from runtime.version import VERSION

@@ -55,10 +55,10 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
     that a gateway on this host can start before the router is ready.
     """
     path = find_tokenizer(folder)
-    tokeniser = model.tokeniser
-    if path is None or tokeniser is None:
+    text_tokenizer = model.text_tokenizer
+    if path is None or text_tokenizer is None:
         return None
-    carrying = carrying_tokenizer(tokeniser.tokenizer, path.read_text(encoding="utf-8"))
+    carrying = carrying_tokenizer(text_tokenizer.tokenizer, path.read_text(encoding="utf-8"))
     if carrying is None:
         others = {
             name: (folder / name).read_bytes() for name in _OWN_FILES if (folder / name).is_file()
@@ -75,10 +75,10 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
         ),
         "config.json": json.dumps({"eos_token_id": list(model.facts.eos_token_ids)}),
     }
-    if tokeniser.chat_template is not None:
-        files["chat_template.jinja"] = carrying_template(tokeniser.chat_template)
+    if text_tokenizer.chat_template is not None:
+        files["chat_template.jinja"] = carrying_template(text_tokenizer.chat_template)
     carried = {name: text.encode() for name, text in files.items()}
-    return GatewayTokenizer(carried, _kept(carried, cache), TextCarrier(tokeniser.tokenizer))
+    return GatewayTokenizer(carried, _kept(carried, cache), TextCarrier(text_tokenizer.tokenizer))
 
 
 def _kept(files: Mapping[str, bytes], cache: Path) -> str:

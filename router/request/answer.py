@@ -14,7 +14,7 @@ from typing import Self
 
 from protos import generation_pb2, types_pb2
 from router.request.service_times import Timeline
-from router.text.detokenise import Detokeniser, StopMatcher
+from router.text.detokenizer import Detokenizer, StopMatcher
 from router.text.model_facts import ModelLimits
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 
@@ -31,13 +31,13 @@ class Output:
         self,
         engine: types_pb2.EngineRequest,
         stop_strings: Sequence[str],
-        detokeniser: Detokeniser | None,
+        detokenizer: Detokenizer | None,
     ) -> None:
-        """`detokeniser` is None if the client wants ids only."""
+        """`detokenizer` is None if the client wants ids only."""
         self._num_prompt_tokens = len(engine.prompt_token_ids)
         self._min_tokens = engine.min_tokens
         self._stop_token_ids = frozenset(engine.stop_token_ids)
-        self._text = None if detokeniser is None else (detokeniser, StopMatcher(stop_strings))
+        self._text = None if detokenizer is None else (detokenizer, StopMatcher(stop_strings))
         self._num_scored = 1  # the first token of a prompt has no score
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, as reported by the latest prefill worker
@@ -79,8 +79,8 @@ class Output:
         """Return the text held back, now that no token follows."""
         if self._text is None or self.stop_string is not None:
             return ""
-        detokeniser, stops = self._text
-        text, self.stop_string = stops.feed(detokeniser.finish())
+        detokenizer, stops = self._text
+        text, self.stop_string = stops.feed(detokenizer.finish())
         return text if self.stop_string is not None else text + stops.finish()
 
     def usage(self) -> generation_pb2.Usage:
@@ -109,8 +109,8 @@ class Output:
         # A stop token can only be the last token. Like a stop string, it is not part of the text.
         if self._text is None or token_id in self._stop_token_ids:
             return ""
-        detokeniser, stops = self._text
-        text = detokeniser.add(token_id)
+        detokenizer, stops = self._text
+        text = detokenizer.add(token_id)
         if self.num_tokens < self._min_tokens:
             return text  # stop strings count from the first token that may be the last
         text, self.stop_string = stops.feed(text)

@@ -17,7 +17,7 @@ from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
 from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
 from router.text.model_facts import ModelLimits
-from router.text.tokenise import Tokeniser
+from router.text.tokenizer import TextTokenizer
 from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import (
     ConfigError,
@@ -93,7 +93,7 @@ class AdmissibleRequest:
 async def admissible(
     request: generation_pb2.GenerateRequest,
     facts: ModelLimits,
-    tokeniser: Tokeniser | None,
+    text_tokenizer: TextTokenizer | None,
     draw_seed: Callable[[], int],
     grammars: Grammars | None = None,
     *,
@@ -119,9 +119,9 @@ async def admissible(
         )
     violations = [
         *_identity(request, most_urgent),
-        *_prompt(request, facts, tokeniser),
+        *_prompt(request, facts, text_tokenizer),
         *_sampling(request.sampling, facts),
-        *_stop(request, facts, tokeniser),
+        *_stop(request, facts, text_tokenizer),
         *_structured_output(request),
         *resumed_violations(request, facts),
     ]
@@ -131,10 +131,10 @@ async def admissible(
         if grammars is None:
             raise grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
         await grammars.check(grammar, client)
-    prompt = await _prompt_token_ids(request, tokeniser)
+    prompt = await _prompt_token_ids(request, text_tokenizer)
     violations = [
         *_context(request, facts, len(prompt)),
-        *_encoded(request, facts, prompt, tokeniser),
+        *_encoded(request, facts, prompt, text_tokenizer),
     ]
     if violations:
         raise InvalidRequestError(*violations)
@@ -195,23 +195,25 @@ def _priority(request: generation_pb2.GenerateRequest, most_urgent: int) -> int:
 
 
 def _prompt(
-    request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None
+    request: generation_pb2.GenerateRequest,
+    facts: ModelLimits,
+    text_tokenizer: TextTokenizer | None,
 ) -> Iterable[FieldViolation]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         yield FieldViolation("prompt", "one of text, token_ids and chat must be given")
     elif kind == "token_ids":
         yield from _prompt_ids(request.token_ids.ids, facts)
-    elif tokeniser is None:
+    elif text_tokenizer is None:
         yield FieldViolation(
             kind, "the model has no tokenizer, the prompt must be given as token_ids"
         )
     elif kind == "chat":
-        yield from _chat(request.chat, facts, tokeniser)
+        yield from _chat(request.chat, facts, text_tokenizer)
     elif not request.text:
         yield FieldViolation("text", "must not be empty")
     else:
-        yield from _fits("text", len(request.text), facts, tokeniser)
+        yield from _fits("text", len(request.text), facts, text_tokenizer)
 
 
 def _prompt_ids(ids: Sequence[int], facts: ModelLimits) -> Iterable[FieldViolation]:
@@ -227,19 +229,19 @@ def _prompt_ids(ids: Sequence[int], facts: ModelLimits) -> Iterable[FieldViolati
 
 
 def _chat(
-    chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Tokeniser
+    chat: generation_pb2.ChatMessages, facts: ModelLimits, text_tokenizer: TextTokenizer
 ) -> Iterable[FieldViolation]:
-    if not tokeniser.has_chat_template:
+    if not text_tokenizer.has_chat_template:
         yield FieldViolation("chat", "the model has no chat template")
     yield from chat_violations(chat)
     if len(chat.messages) <= MAX_CHAT_MESSAGES:
-        yield from _fits("chat.messages", num_characters(chat), facts, tokeniser)
+        yield from _fits("chat.messages", num_characters(chat), facts, text_tokenizer)
 
 
 def _fits(
-    field: str, num_characters: int, facts: ModelLimits, tokeniser: Tokeniser
+    field: str, num_characters: int, facts: ModelLimits, text_tokenizer: TextTokenizer
 ) -> Iterable[FieldViolation]:
-    if num_characters > tokeniser.longest_token * facts.max_context_tokens:
+    if num_characters > text_tokenizer.longest_token * facts.max_context_tokens:
         yield FieldViolation(
             field,
             f"has {num_characters} characters, which cannot fit into the maximum context "
@@ -269,7 +271,9 @@ def _sampling(sampling: types_pb2.SamplingParams, facts: ModelLimits) -> Iterabl
 
 
 def _stop(
-    request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None
+    request: generation_pb2.GenerateRequest,
+    facts: ModelLimits,
+    text_tokenizer: TextTokenizer | None,
 ) -> Iterable[FieldViolation]:
     stop = request.stop
     if stop.HasField("max_tokens"):
@@ -280,7 +284,7 @@ def _stop(
                 "stop.min_tokens",
                 f"must be at most max_tokens ({stop.max_tokens}), got {stop.min_tokens}",
             )
-    yield from _stop_strings(request, tokeniser)
+    yield from _stop_strings(request, text_tokenizer)
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation(
             "stop.stop_token_ids",
@@ -295,12 +299,12 @@ def _stop(
 
 
 def _stop_strings(
-    request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None
+    request: generation_pb2.GenerateRequest, text_tokenizer: TextTokenizer | None
 ) -> Iterable[FieldViolation]:
     strings = request.stop.stop_strings
     if strings and request.skip_text:
         yield FieldViolation("stop.stop_strings", "cannot be found when skip_text is set")
-    elif strings and tokeniser is None:
+    elif strings and text_tokenizer is None:
         yield FieldViolation("stop.stop_strings", "cannot be found, the model has no tokenizer")
     if len(strings) > MAX_STOP_STRINGS:
         yield FieldViolation(
@@ -350,13 +354,13 @@ def grammar_of(request: generation_pb2.GenerateRequest) -> Grammar | None:
 
 
 async def _prompt_token_ids(
-    request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None
+    request: generation_pb2.GenerateRequest, text_tokenizer: TextTokenizer | None
 ) -> list[int]:
-    if tokeniser is None or request.HasField("token_ids"):
+    if text_tokenizer is None or request.HasField("token_ids"):
         return list(request.token_ids.ids)
     if request.HasField("text"):
-        return await tokeniser.encode_text(request.text)
-    return await tokeniser.encode_chat(chat_of(request.chat))
+        return await text_tokenizer.encode_text(request.text)
+    return await text_tokenizer.encode_chat(chat_of(request.chat))
 
 
 def _context(
@@ -383,19 +387,24 @@ def _encoded(
     request: generation_pb2.GenerateRequest,
     facts: ModelLimits,
     prompt: list[int],
-    tokeniser: Tokeniser | None,
+    text_tokenizer: TextTokenizer | None,
 ) -> Iterable[FieldViolation]:
     """Yield a violation for text with tokens that the tokenizer has and the model has not.
 
     Text models lack, for example, the image tokens of their tokenizer.
     """
     kind = request.WhichOneof("prompt") or "prompt"
-    if tokeniser is None or kind == "token_ids" or not prompt or max(prompt) < facts.vocab_size:
+    if (
+        text_tokenizer is None
+        or kind == "token_ids"
+        or not prompt
+        or max(prompt) < facts.vocab_size
+    ):
         return
     token_id = next(token_id for token_id in prompt if token_id >= facts.vocab_size)
     yield FieldViolation(
         "chat.messages" if kind == "chat" else kind,
-        f"contains {_shown(tokeniser.token_text(token_id))}, a token of the tokenizer that the model "
+        f"contains {_shown(text_tokenizer.token_text(token_id))}, a token of the tokenizer that the model "
         f"does not have: {_not_in_vocabulary(token_id, facts)}",
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from protos import worker_pb2
 from router.text.control_tokens import UserControlTokens
-from router.text.tokenise import Tokeniser, load_tokeniser
+from router.text.tokenizer import TextTokenizer, load_text_tokenizer
 from runtime.grammar import Grammars, load_grammars
 from runtime.model_files.config import read_config, read_facts
 from runtime.model_files.end_tokens import read_end_tokens
@@ -75,7 +75,7 @@ class ServedModel:
     """
 
     facts: ModelLimits
-    tokeniser: Tokeniser | None
+    text_tokenizer: TextTokenizer | None
     grammars: Grammars | None = None
     notices: tuple[str, ...] = ()
 
@@ -113,7 +113,7 @@ def load_served_model(
     )
     return ServedModel(
         facts,
-        load_tokeniser(model_dir, user_control_tokens),
+        load_text_tokenizer(model_dir, user_control_tokens),
         load_grammars(model_dir, facts.eos_token_ids, computes_masks=False),
         tuple(notice for notice in (ends.notice, sampling.notice) if notice),
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from runtime.model_files.model_folder import read_object
 from runtime.process.child_process import program
 
-# Settings for truncation and padding, neither of which servers do (`router.text.tokenise`).
+# Settings for truncation and padding, neither of which servers do (`router.text.tokenizer`).
 _NOT_READ = ("truncation", "padding")
 # Files from which tokenizers are made, and files that configure that.
 _VOCABULARIES = (

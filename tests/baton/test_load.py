@@ -3,7 +3,7 @@ import time
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.load import Outcome, Progress, Slo, errors_of, goodput, percentiles, run_load, summarise
+from baton.load import Outcome, Progress, Slo, errors_of, goodput, percentiles, run_load, summarize
 from baton.values import Query, Timings
 from tests.support.router.generation import EchoGeneration, serve_echo
 
@@ -69,7 +69,7 @@ def test_percentiles_by_hand() -> None:
 def test_summary_of_one_good_and_one_failed_request() -> None:
     good = Outcome(0.1, (0.1, 0.3), 3, Timings(prefill_s=0.08, transfer_exposed_s=0.02), None)
     failed = Outcome(None, (), 0, None, "UNAVAILABLE")
-    values = summarise([good, failed], Slo(ttft_s=0.2, tpot_s=0.2), duration_s=2.0)
+    values = summarize([good, failed], Slo(ttft_s=0.2, tpot_s=0.2), duration_s=2.0)
     assert (values["requests"], values["failed"], values["output_tokens_per_s"]) == (2, 1, 1.5)
     assert values["tpot_s_p50"] == pytest.approx(0.1)
     assert values["itl_s_p50"] == pytest.approx(0.2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.mixed import MixedRequest, Turn, missed, run_turn, summarise
+from bench.mixed import MixedRequest, Turn, missed, run_turn, summarize
 from bench.mixed_sides import vllm_side
 from runtime.errors import BatonError, UnavailableError
 
@@ -69,7 +69,7 @@ def test_gaps_and_tokens_of_the_window_count_and_messages_of_several_tokens_are_
 
 
 def test_ratios_are_taken_turn_by_turn_and_held_against_their_bars() -> None:
-    values = summarise(
+    values = summarize(
         {
             "baton": [turn(0.02, 3.0), turn(0.04, 6.0), turn(0.02, 3.0)],
             "vllm": [turn(0.5, 3.0), turn(0.5, 12.0), turn(0.5, 1.5)],
@@ -79,12 +79,12 @@ def test_ratios_are_taken_turn_by_turn_and_held_against_their_bars() -> None:
     assert values["ttft_ratio"] == pytest.approx(1.0)
     assert values["decode_ratio"] == pytest.approx(25, rel=0.05)
     assert missed(values) == []
-    slow = summarise({"baton": [turn(0.1, 3.0, lost=True)], "vllm": [turn(0.2, 1.0)]})
+    slow = summarize({"baton": [turn(0.1, 3.0, lost=True)], "vllm": [turn(0.2, 1.0)]})
     assert [line.split()[0] for line in missed(slow)] == ["itl_p99", "decode", "ttft", "1"]
 
 
 def test_one_side_alone_has_figures_and_no_ratios() -> None:
-    values = summarise({"vllm": [turn(0.5, 3.0)]})
+    values = summarize({"vllm": [turn(0.5, 3.0)]})
     assert values["vllm_ttft"] == pytest.approx(3.0)
     assert not any(name.endswith("ratio") for name in values)
     assert missed(values) == []

@@ -321,18 +321,18 @@ async def test_tools_that_are_not_called_change_nothing(
     assert got.choices[0].message.content == (await greedy_chat(running)).text
 
 
-class Colour(BaseModel):
+class Color(BaseModel):
     """What an answer is asked to be."""
 
-    colour: Literal["red", "blue"]
+    color: Literal["red", "blue"]
     is_dark: bool
 
 
 async def test_output_follows_a_schema(client: openai.AsyncOpenAI) -> None:
     parsed = await client.chat.completions.parse(
-        model="model", messages=MESSAGES, response_format=Colour, **DENSE
+        model="model", messages=MESSAGES, response_format=Color, **DENSE
     )
-    assert isinstance(parsed.choices[0].message.parsed, Colour)
+    assert isinstance(parsed.choices[0].message.parsed, Color)
     got = await client.chat.completions.create(
         model="model",
         messages=MESSAGES,

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, normalizers, processors
 from router.text.carrier import CHAT_KEY
 from router.text.control_tokens import UserControlTokens
 from tests.router.harness import byte_level_tokenizer
-from tests.router.text.test_detokenise import LLAMA_2, sentencepiece_like
+from tests.router.text.test_detokenizer import LLAMA_2, sentencepiece_like
 from tests.support.router.gateway import gateway
 from tests.support.router.recorder import Recorder, serving, write_text_model
 from tests.support.texts.chats import CONVERSATIONS, SPECIAL_TOKENS, Conversation, by_transformers
@@ -132,7 +132,7 @@ async def test_a_chat_is_what_transformers_renders(door: Door, model: str, name:
         TEMPLATES[model], seen.as_chat()
     )
     over_grpc = of_texts(asked, more_than_one=False).as_chat()
-    assert found == await door.recorders[model].tokeniser.encode_chat(over_grpc)
+    assert found == await door.recorders[model].text_tokenizer.encode_chat(over_grpc)
 
 
 @pytest.mark.parametrize(

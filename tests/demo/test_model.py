@@ -15,7 +15,7 @@ from demo.train import CURRICULUM, measure_recall
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from router.text.chat import chat_of_texts
-from router.text.tokenise import load_tokeniser
+from router.text.tokenizer import load_text_tokenizer
 from tests.support.models.single_stage import StageDriver
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -109,10 +109,10 @@ async def test_the_router_renders_a_chat_as_training_did(tokenizer: Tokenizer) -
     content = question.prompt.removeprefix(f"{corpus.USER} ").removesuffix(
         f"{corpus.END}{corpus.ASSISTANT}"
     )
-    tokeniser = load_tokeniser(MODEL)
-    assert tokeniser is not None
+    text_tokenizer = load_text_tokenizer(MODEL)
+    assert text_tokenizer is not None
     assert (
-        await tokeniser.encode_chat(chat_of_texts(("user", content)))
+        await text_tokenizer.encode_chat(chat_of_texts(("user", content)))
         == tokenizer.encode(question.prompt).ids
     )
 

@@ -75,7 +75,7 @@ def test_tensors_of_stages_that_share_a_device_go_within_their_frames(device: to
     assert set(pass_tensors([device, device])) == {torch.device("cpu")}
 
 
-def test_a_lost_stage_ends_its_neighbours_wait(two_devices: list[torch.device]) -> None:
+def test_a_lost_stage_ends_its_neighbors_wait(two_devices: list[torch.device]) -> None:
     with pool(two_devices) as (head, tail), ThreadPoolExecutor(1) as thread:
         first = thread.submit(received, tail)
         head.send(1, Packet(b"", (torch.zeros(5, device=two_devices[0]),)), timeout_s=60.0)

@@ -106,10 +106,10 @@ def test_layers_of_drafts_are_left_alone_when_declared_s4_5(copy: Path, num_decl
 
 def test_softmax_routing_by_hand() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
-    weights, ids = SoftmaxRouting(renormalise=False).choose(logits, num_chosen=2)
+    weights, ids = SoftmaxRouting(renormalize=False).choose(logits, num_chosen=2)
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
-    weights, _ = SoftmaxRouting(renormalise=True).choose(logits, num_chosen=2)
+    weights, _ = SoftmaxRouting(renormalize=True).choose(logits, num_chosen=2)
     torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]]))
 
 
@@ -118,7 +118,7 @@ def test_sigmoid_routing_by_hand() -> None:
     only chooses."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5]])
     bias = torch.tensor([0.0, 0.0, 0.0, 0.2])
-    routing = SigmoidRouting(renormalise=True, scale=2.0, num_groups=2, kept_groups=1)
+    routing = SigmoidRouting(renormalize=True, scale=2.0, num_groups=2, kept_groups=1)
     weights, ids = routing.choose(torch.logit(scores), bias, num_chosen=2)
     assert ids.tolist() == [[3, 2]]
     torch.testing.assert_close(weights, torch.tensor([[2 * 0.5 / 1.1, 2 * 0.6 / 1.1]]))

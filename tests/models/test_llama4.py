@@ -16,7 +16,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
-from tests.support.models.quantised import fp8
+from tests.support.models.quantized import fp8
 from tests.support.models.single_stage import StageDriver
 from tests.support.models.tiny_models import LLAMA4, tiny
 
@@ -124,13 +124,13 @@ def test_experts_in_fp8_have_a_scale_for_each_output(
         scales = torch.stack([parts["scale"] for parts, _ in coded])
         codes[f"{name}_scale"] = scales.mT.contiguous() if name.endswith("gate_up_proj") else scales
         meant[name] = torch.stack([value.mT for _, value in coded])
-    quantised = {
+    quantized = {
         **config,
         "quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
     }
     drivers = []
     for folder, tensors, fields in (
-        (tmp_path / "codes", codes, quantised),
+        (tmp_path / "codes", codes, quantized),
         (tmp_path / "meant", meant, config),
     ):
         folder.mkdir()

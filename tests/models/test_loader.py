@@ -187,7 +187,7 @@ def test_a_missing_shard_is_named(checkpoint: CheckpointMaker, tmp_path: Path) -
         read_model(folder)
 
 
-def test_quantised_weights_are_refused(broken: Path) -> None:
+def test_quantized_weights_are_refused(broken: Path) -> None:
     edit_tensors(
         broken,
         {"model.layers.0.mlp.up_proj.weight": torch.zeros(104, 72, dtype=torch.float8_e4m3fn)},

@@ -59,7 +59,7 @@ print(memory_kib("VmHWM") - before)
 """
 
 
-def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
+def write_sparse_checkpoint(folder: Path, *, is_quantized: bool) -> int:
     """Its matrices are in bf16, or FP8 in blocks of 128. Returns its size in bytes."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (1000, HIDDEN),
@@ -73,7 +73,7 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
             for name in ("input", "post_attention")
         }
     dtypes = dict.fromkeys(shapes, ("BF16", 2))
-    if is_quantised:
+    if is_quantized:
         for name, (rows, columns) in (
             (name, shape) for name, shape in [*shapes.items()] if name.endswith("_proj")
         ):
@@ -102,7 +102,7 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     fp8 = (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-        if is_quantised
+        if is_quantized
         else {}
     )
     (folder / "config.json").write_text(json.dumps({**CONFIG, **fp8}))
@@ -110,7 +110,7 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("is_quantised", "num_ranks", "kept"),
+    ("is_quantized", "num_ranks", "kept"),
     [
         (False, 1, "model"),
         (False, 4, "model"),
@@ -119,12 +119,12 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
     ],
 )
 def test_peak_memory_of_a_middle_stage(
-    tmp_path: Path, num_ranks: int, kept: str, *, is_quantised: bool
+    tmp_path: Path, num_ranks: int, kept: str, *, is_quantized: bool
 ) -> None:
     """Of all of it, of one of the ranks that share it, and in eight bits, of which scales take a
     hundredth more and the matrix that is being read, in the model's type, an eighth."""
-    assert write_sparse_checkpoint(tmp_path, is_quantised=is_quantised) > (
-        1e9 if is_quantised else 2e9
+    assert write_sparse_checkpoint(tmp_path, is_quantized=is_quantized) > (
+        1e9 if is_quantized else 2e9
     )
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path), str(num_ranks), kept],

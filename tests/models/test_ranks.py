@@ -21,7 +21,7 @@ from tests.engine.pipeline.test_data_ranks import NotingParts, ranks_of
 from tests.engine.pipeline.test_ranks import together
 from tests.models.conftest import CheckpointMaker
 from tests.support.models import tiny_models as models
-from tests.support.models.quantised import write_quantised
+from tests.support.models.quantized import write_quantized
 from tests.support.models.tiny_models import tiny
 from tests.support.pool.local_pool import local_pool
 
@@ -109,12 +109,12 @@ def test_so_do_weights_in_eight_bits(
         ("qwen3_5_text", "int8 channels", torch.bfloat16),
     ],
 )
-def test_so_do_ranks_of_quantised_weights(
+def test_so_do_ranks_of_quantized_weights(
     checkpoint: CheckpointMaker, tmp_path: Path, family: str, layout: str, dtype: torch.dtype
 ) -> None:
     """Blocks and groups of columns that go across the ranks' parts of a weight, and scales that
     eight bits keep."""
-    folder = write_quantised(checkpoint(family, dtype=dtype), tmp_path / "model", layout)
+    folder = write_quantized(checkpoint(family, dtype=dtype), tmp_path / "model", layout)
     description = read_model(folder, in_bytes=layout == "int8 channels")
     assert answers(description, 1, 2) == answers(description, 1, 1)
 
@@ -130,7 +130,7 @@ def test_results_of_experts_go_to_the_homes_of_their_tokens(
         num_experts=7,
         num_chosen=2,
         expert_width=32,
-        routing=SoftmaxRouting(renormalise=True),
+        routing=SoftmaxRouting(renormalize=True),
     )
     x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = x[:1].expand(x.shape).contiguous() if are_alike else x

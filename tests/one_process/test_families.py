@@ -10,7 +10,7 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.models.checkpoints import FAMILY_NAMES, make_checkpoint
-from tests.support.models.quantised import meant_by, write_quantised
+from tests.support.models.quantized import meant_by, write_quantized
 
 QUESTIONS = make_questions(4, seed=31, max_prompt=150, max_tokens=12)
 
@@ -31,10 +31,10 @@ async def test_served_like_one_process(
 @pytest.mark.parametrize(
     ("layout", "family"), [("fp8 blocks", "deepseek_v32"), ("gptq reordered", "qwen3_5_text")]
 )
-async def test_quantised_is_served_like_what_it_means(
+async def test_quantized_is_served_like_what_it_means(
     tmp_path: Path, layout: str, family: str
 ) -> None:
-    checkpoint = write_quantised(make_checkpoint(tmp_path, family), tmp_path / "model", layout)
+    checkpoint = write_quantized(make_checkpoint(tmp_path, family), tmp_path / "model", layout)
     expected = on_the_wire(Reference(meant_by(checkpoint)).answers(QUESTIONS))
     async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3) as client:
         completions = await asyncio.gather(

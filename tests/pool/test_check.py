@@ -19,7 +19,7 @@ from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
 from runtime.process.host_memory import HostMemory
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
-from tests.support.models.quantised import write_quantised
+from tests.support.models.quantized import write_quantized
 
 MIB = 1 << 20
 
@@ -91,9 +91,9 @@ def test_ranks_of_a_stage_and_data_ranks(llama: Path) -> None:
     assert [lines[-1][0] for lines in (alone, shared, apart)] == ["8", "8", "16"]
 
 
-def test_a_quantised_model_and_its_draft(tmp_path: Path) -> None:
+def test_a_quantized_model_and_its_draft(tmp_path: Path) -> None:
     plain = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "plain")
-    model = write_quantised(plain, tmp_path / "model", "fp8 blocks")
+    model = write_quantized(plain, tmp_path / "model", "fp8 blocks")
     head, _, first, last, _ = lines_of(model, world_size=2, draft=model, memory_mb=64)
     assert " ".join(head).endswith("runs in float32, stored as F32, F8_E4M3")
     alone = lines_of(model, world_size=2, memory_mb=64, spec_prompt=False)[3]

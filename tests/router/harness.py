@@ -25,7 +25,7 @@ from router.request.validate import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ModelLimits, ServedModel
-from router.text.tokenise import Tokeniser
+from router.text.tokenizer import TextTokenizer
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Policy
@@ -62,7 +62,7 @@ NO_GRACE = AdmissionLimits(pairless_grace_s=0.2)
 
 @cache
 def byte_level_tokenizer() -> Tokenizer:
-    """Byte-level BPE with some merges, a special token, and no normaliser, so that any text
+    """Byte-level BPE with some merges, a special token, and no normalizer, so that any text
     survives a round trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,7 +84,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 @cache
 def served_model() -> ServedModel:
-    return ServedModel(FACTS, Tokeniser(byte_level_tokenizer(), ChatTemplate(TEMPLATE, {})))
+    return ServedModel(FACTS, TextTokenizer(byte_level_tokenizer(), ChatTemplate(TEMPLATE, {})))
 
 
 def write_model_dir(folder: Path) -> Path:
@@ -354,4 +354,4 @@ def _addresses(workers: tuple[FakeWorker, ...], kind: type[FakeWorker]) -> tuple
 
 
 def without_tokenizer() -> ServedModel:
-    return replace(served_model(), tokeniser=None)
+    return replace(served_model(), text_tokenizer=None)

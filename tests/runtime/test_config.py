@@ -45,7 +45,7 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     [
         ("[prefill]\nnum_page = 8\n", "num_page", r"unknown setting; did you mean num_pages\?$"),
         ("[prefill]\nnum-pages = 8\n", "num-pages", r"did you mean num_pages\?$"),
-        ("[prefill]\ncolour = 8\n", "colour", "unknown setting$"),
+        ("[prefill]\ncolor = 8\n", "color", "unknown setting$"),
         ("[decoder]\nnum_pages = 8\n", "decoder", r"did you mean decode\?$"),
         ("[prefill]\nnum_pages = 'many'\n", "num_pages", "many"),
         ("[prefil]\nnum_pages = 8\n", "prefil", "router, prefill, decode"),

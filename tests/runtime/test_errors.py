@@ -1,4 +1,4 @@
-"""The error tree's own behaviour; how errors travel is in test_status.py."""
+"""The error tree's own behavior; how errors travel is in test_status.py."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """S4-9: every record lands in the layer it came from, whatever the two sides are split into.
 
 Each record of the source holds bytes made from its own layer, kind and index, so a record of a
-neighbour, another kind or another page in its place shows. The pools are real ones, the agents too.
+neighbor, another kind or another page in its place shows. The pools are real ones, the agents too.
 """
 
 import hashlib

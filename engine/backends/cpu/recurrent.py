@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.gated_delta import chunked, decays_of, normalise_heads, recurrent_step
+from engine.backends.gated_delta import chunked, decays_of, normalize_heads, recurrent_step
 from engine.backends.recurrent_batch import Taps, check_mode, delta_inputs, pool_of, recurrent_rows
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
@@ -158,7 +158,7 @@ def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) ->
 def _plain_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, batch: ForwardBatch
 ) -> Tensor:
-    q, k = normalise_heads(q, k, v.shape[1])
+    q, k = normalize_heads(q, k, v.shape[1])
     v = v.float()
     g = decays_of(g)
     state = _load(pool, batch)

@@ -57,7 +57,7 @@ class HandLink:
 
 @dataclass
 class HandLinks:
-    """Of a stage whose neighbours are 0 and 2."""
+    """Of a stage whose neighbors are 0 and 2."""
 
     link: HandLink
 

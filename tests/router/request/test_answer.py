@@ -7,11 +7,11 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import MAX_JOINED, MAX_UNREAD, Output, ResponseQueue
-from router.text.detokenise import Detokenisers
+from router.text.detokenizer import Detokenizers
 from runtime.errors import RequestAborted
 from tests.router.harness import byte_level_tokenizer
 
-DETOKENISERS = Detokenisers(byte_level_tokenizer())
+DETOKENIZERS = Detokenizers(byte_level_tokenizer())
 FINISH = generation_pb2.GenerateResponse(finish=generation_pb2.GenerateFinish())
 
 
@@ -27,7 +27,7 @@ def run(
 ) -> tuple[str, list[int], Output]:
     """(text given out, ids given out, the output) for these tokens in chunks."""
     request = types_pb2.EngineRequest(prompt_token_ids=[1, 2], **engine)  # type: ignore[arg-type]
-    output = Output(request, stops, DETOKENISERS.new((1, 2)))
+    output = Output(request, stops, DETOKENIZERS.new((1, 2)))
     given_text, tokens = "", ids(text)
     given_ids: list[int] = []
     for start in range(0, len(tokens), chunk):
@@ -64,7 +64,7 @@ def test_a_stop_token_is_sent_but_is_no_text() -> None:
 
 def test_a_stop_string_can_end_in_a_broken_character() -> None:
     """What is left of a character when the tokens end is text too."""
-    output = Output(types_pb2.EngineRequest(), ("\ufffd",), DETOKENISERS.new((1, 2)))
+    output = Output(types_pb2.EngineRequest(), ("\ufffd",), DETOKENIZERS.new((1, 2)))
     assert output.add(types_pb2.TokenChunk(token_ids=ids("é")[:1])).chunk.text == ""
     assert output.finish() == ""
     assert output.stop_string == "\ufffd"

@@ -11,7 +11,7 @@ import pytest
 from protos import generation_pb2 as pb
 from router.request.chats import chat_of, chat_violations
 from router.text.chat_template import ChatTemplate
-from router.text.tokenise import Tokeniser
+from router.text.tokenizer import TextTokenizer
 from runtime.errors import InvalidRequestError
 from tests.router.harness import byte_level_tokenizer, running_router, served_model
 from tests.support.router.fake_workers import (
@@ -177,7 +177,8 @@ async def test_a_router_renders_all_of_it() -> None:
         '"arguments": {"z": 1}}}]toolc1fFalse'
     )
     model = replace(
-        served_model(), tokeniser=Tokeniser(byte_level_tokenizer(), ChatTemplate(source, {}))
+        served_model(),
+        text_tokenizer=TextTokenizer(byte_level_tokenizer(), ChatTemplate(source, {})),
     )
     fabric, journal = Fabric(), Journal()
     async with running_router(

@@ -10,10 +10,10 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import Output
-from router.text.tokenise import Tokeniser
+from router.text.tokenizer import TextTokenizer
 from runtime.errors import InvalidRequestError, UnavailableError
 from tests.router.harness import FACTS, RouterHarness, running_router, served_model, token_request
-from tests.router.text.test_detokenise import LLAMA_2, sentencepiece_like
+from tests.router.text.test_detokenizer import LLAMA_2, sentencepiece_like
 from tests.support.router.fake_workers import (
     Fabric,
     FakeDecode,
@@ -79,9 +79,9 @@ async def said(router: RouterHarness, request: generation_pb2.GenerateRequest) -
 
 def texts_of(token_ids: list[int], stop_strings: Sequence[str]) -> list[str]:
     """The text that comes with the first token, with the second, and so on."""
-    tokeniser = served_model().tokeniser
-    assert tokeniser is not None
-    output = Output(types_pb2.EngineRequest(), stop_strings, tokeniser.detokenisers.new(()))
+    text_tokenizer = served_model().text_tokenizer
+    assert text_tokenizer is not None
+    output = Output(types_pb2.EngineRequest(), stop_strings, text_tokenizer.detokenizers.new(()))
     return [
         output.add(types_pb2.TokenChunk(token_ids=[token_id])).chunk.text for token_id in token_ids
     ]
@@ -128,7 +128,7 @@ async def test_the_first_space_is_dropped_only_after_a_prompt_without_text(
 ) -> None:
     """However much of the answer came before, and stop strings see the space. The fakes answer 0,
     1, 2; ids above 265 are none of the tokenizer's."""
-    model = replace(served_model(), tokeniser=Tokeniser(sentencepiece_like(LLAMA_2), None))
+    model = replace(served_model(), text_tokenizer=TextTokenizer(sentencepiece_like(LLAMA_2), None))
     async with running_router(*pair(), model=model) as router:
         request = token_request(prompt, max_tokens=3)
         for count in range(3):

@@ -16,7 +16,7 @@ from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ServedModel
-from router.text.tokenise import Tokeniser
+from router.text.tokenizer import TextTokenizer
 from runtime.errors import InvalidRequestError, UnknownModelError
 from runtime.grammar import Grammar, Grammars
 from tests.router.harness import (
@@ -36,7 +36,7 @@ async def check(
     request: generation_pb2.GenerateRequest, model: ServedModel | None = None
 ) -> AdmissibleRequest:
     model = model or served_model()
-    return await admissible(request, model.facts, model.tokeniser, draw_seed=lambda: 42)
+    return await admissible(request, model.facts, model.text_tokenizer, draw_seed=lambda: 42)
 
 
 def good() -> generation_pb2.GenerateRequest:
@@ -261,7 +261,7 @@ async def test_another_model_is_not_found() -> None:
 async def test_the_largest_chat_passes() -> None:
     request = good()
     with_chat(*[("a", "")] * 4096)(request)
-    counting = Tokeniser(byte_level_tokenizer(), ChatTemplate("{{ messages | length }}", {}))
+    counting = TextTokenizer(byte_level_tokenizer(), ChatTemplate("{{ messages | length }}", {}))
     checked = await check(request, ServedModel(replace(FACTS, max_context_tokens=8192), counting))
     assert list(checked.engine.prompt_token_ids) == byte_level_tokenizer().encode("4096").ids
 
@@ -287,7 +287,7 @@ async def test_chat_without_template_is_refused() -> None:
     request = good()
     with_chat(("user", "hi"))(request)
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        await check(request, ServedModel(FACTS, Tokeniser(byte_level_tokenizer(), None)))
+        await check(request, ServedModel(FACTS, TextTokenizer(byte_level_tokenizer(), None)))
 
 
 async def test_a_chat_that_renders_to_nothing_is_empty() -> None:
@@ -295,7 +295,7 @@ async def test_a_chat_that_renders_to_nothing_is_empty() -> None:
     with_chat(("user", "hi"))(request)
     with pytest.raises(InvalidRequestError, match="at least one token"):
         await check(
-            request, ServedModel(FACTS, Tokeniser(byte_level_tokenizer(), ChatTemplate("", {})))
+            request, ServedModel(FACTS, TextTokenizer(byte_level_tokenizer(), ChatTemplate("", {})))
         )
 
 
@@ -402,7 +402,7 @@ async def test_a_token_that_only_the_tokenizer_has_is_refused_in_the_clients_ter
     request = good()
     change(request)
     with pytest.raises(InvalidRequestError) as caught:
-        await check(request, ServedModel(few, Tokeniser(tokenizer, template)))
+        await check(request, ServedModel(few, TextTokenizer(tokenizer, template)))
     (violation,) = caught.value.violations
     assert (violation.field, violation.description) == (
         field,
@@ -507,7 +507,7 @@ async def test_a_grammar_counts_for_the_client_of_its_request() -> None:
     await admissible(
         request,
         model.facts,
-        model.tokeniser,
+        model.text_tokenizer,
         lambda: 42,
         cast("Grammars", Noting()),
         client="alice",

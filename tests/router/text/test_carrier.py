@@ -21,7 +21,7 @@ from tokenizers import (
 from router.text.carrier import CHAT_KEY, MARK, TextCarrier, carrying_template, carrying_tokenizer
 from router.text.chat_template import ChatTemplate
 from tests.router.harness import byte_level_tokenizer
-from tests.router.text.test_detokenise import GEMMA, LLAMA_2, sentencepiece_like
+from tests.router.text.test_detokenizer import GEMMA, LLAMA_2, sentencepiece_like
 
 PIECES = st.sampled_from(
     ["<s>", "<|im_end|>", "<tool>", " ", "\n", MARK, "Größe", "n\u0303", "\ufb01", "👋🏽", "the"]

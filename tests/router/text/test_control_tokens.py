@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from router.text.chat import Chat, chat_of_texts
 from router.text.chat_template import ChatTemplate
 from router.text.control_tokens import ControlTokens, UserControlTokens
-from router.text.tokenise import Tokeniser, load_tokeniser
+from router.text.tokenizer import TextTokenizer, load_text_tokenizer
 from runtime.errors import InvalidRequestError
 from tests.router.harness import TEMPLATE, byte_level_tokenizer, write_model_dir
-from tests.router.text.test_detokenise import LLAMA_2, sentencepiece_like
+from tests.router.text.test_detokenizer import LLAMA_2, sentencepiece_like
 
 SOURCE = (
     "{% for m in messages %}<user>{{ m.content }}<tool_call>{{ m.name }}{% endfor %}{{ tools | tojson }}"
@@ -59,7 +59,7 @@ KINDS = {
 
 async def ids(tokenizer: Tokenizer, chat: Chat, *, as_text: bool) -> list[int]:
     template = ChatTemplate(SOURCE, {})
-    return await Tokeniser(
+    return await TextTokenizer(
         tokenizer, template, ControlTokens(tokenizer, template) if as_text else None
     ).encode_chat(chat)
 
@@ -131,6 +131,6 @@ async def test_a_router_is_told_what_they_are(tmp_path: Path) -> None:
     assert bot is not None
     assert "<user>" in TEMPLATE.replace("{{ m.role }}", "user")
     for told, count in ((UserControlTokens.TOKENS, 2), (UserControlTokens.TEXT, 1)):
-        tokeniser = load_tokeniser(write_model_dir(tmp_path), told)
-        assert tokeniser is not None
-        assert (await tokeniser.encode_chat(chat)).count(bot) == count
+        text_tokenizer = load_text_tokenizer(write_model_dir(tmp_path), told)
+        assert text_tokenizer is not None
+        assert (await text_tokenizer.encode_chat(chat)).count(bot) == count

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders
 
 from router.text.carrier import TextCarrier, carrying_tokenizer
-from router.text.detokenise import BytesDetokeniser, Detokenisers
+from router.text.detokenizer import BytesDetokenizer, Detokenizers
 from tests.support.texts.published import published_tokenizers
 
 pytestmark = pytest.mark.long  # they are fetched
@@ -42,8 +42,8 @@ def at_once(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 def test_a_stream_is_what_decoding_at_once_gives_whatever_its_prompt() -> None:
     draw = random.Random(3)
     for name, tokenizer in published_tokenizers().items():
-        detokenisers, num_tokens = Detokenisers(tokenizer), tokenizer.get_vocab_size()
-        assert isinstance(detokenisers.new(()), BytesDetokeniser)
+        detokenizers, num_tokens = Detokenizers(tokenizer), tokenizer.get_vocab_size()
+        assert isinstance(detokenizers.new(()), BytesDetokenizer)
         first_bytes = [
             token_id
             for token_id in range(512)
@@ -61,8 +61,8 @@ def test_a_stream_is_what_decoding_at_once_gives_whatever_its_prompt() -> None:
             ]
             cut = draw.randrange(len(token_ids) + 1)
             before, whole = at_once(tokenizer, token_ids[:cut]), at_once(tokenizer, token_ids)
-            detokeniser = detokenisers.new(token_ids[:cut])
-            text = "".join(map(detokeniser.add, token_ids[cut:])) + detokeniser.finish()
+            detokenizer = detokenizers.new(token_ids[:cut])
+            text = "".join(map(detokenizer.add, token_ids[cut:])) + detokenizer.finish()
             if not before.endswith("\ufffd"):  # else it may be the answer's to end the character
                 assert before + text == whole, (name, token_ids, cut)
 

@@ -6,7 +6,7 @@
         network.cut("router", "prefill-0")         # packets that way are lost, without an error at either end
         network.mend()
 
-What is lost goes, as the neighbour table of the sending host then says, to an Ethernet address that
+What is lost goes, as the neighbor table of the sending host then says, to an Ethernet address that
 nobody has. Only `ip` (iproute2) and `unshare` (util-linux) are needed, and neither root nor a
 firewall.
 """

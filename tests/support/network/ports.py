@@ -28,7 +28,7 @@ def taken_port(host: str) -> Iterator[int]:
             taken.listen()
             yield port
             return
-    raise OSError(f"no three neighbouring ports of {host} between {_LOW} and {_HIGH} are free")
+    raise OSError(f"no three neighboring ports of {host} between {_LOW} and {_HIGH} are free")
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -3,7 +3,7 @@ to stage 0.
 
 `python -m tests.support.pool.channel_child KIND RANK` prints its address as hex, then reads epochs
 with the addresses of all stages from its input. It prints "formed" when it takes frames of an
-epoch, and "lost" when a neighbour is lost. It ends with its input.
+epoch, and "lost" when a neighbor is lost. It ends with its input.
 """
 
 import sys

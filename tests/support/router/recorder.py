@@ -20,7 +20,7 @@ from router.api.vllm_tokenizer import gateway_tokenizer
 from router.request.validate import admissible
 from router.text.control_tokens import UserControlTokens
 from router.text.model_facts import load_served_model
-from router.text.tokenise import Tokeniser
+from router.text.tokenizer import TextTokenizer
 from runtime.observe.metrics import RpcMetrics
 from runtime.rpc.server import GrpcServer, ServerOptions
 
@@ -65,9 +65,9 @@ class Recorder:
         self.num_active = 0
 
     @property
-    def tokeniser(self) -> Tokeniser:
-        assert self.model.tokeniser is not None
-        return self.model.tokeniser
+    def text_tokenizer(self) -> TextTokenizer:
+        assert self.model.text_tokenizer is not None
+        return self.model.text_tokenizer
 
     def problem(self) -> str:
         return ""
@@ -94,10 +94,10 @@ class Recorder:
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
-        checked = await admissible(request, self.model.facts, self.tokeniser, lambda: 0)
+        checked = await admissible(request, self.model.facts, self.text_tokenizer, lambda: 0)
         prompt = list(checked.engine.prompt_token_ids)
         self.prompts.append(prompt)
-        detokeniser = self.tokeniser.detokenisers.new(prompt)
+        detokenizer = self.text_tokenizer.detokenizers.new(prompt)
         usage = pb.Usage(prompt_tokens=len(prompt))
         for number, token_id in enumerate(self.token_ids, 1):
             usage.completion_tokens = number
@@ -111,7 +111,7 @@ class Recorder:
                     token_ids=[token_id],
                     usage=usage,
                     logprobs=scores,
-                    text=detokeniser.add(token_id) if checked.wants_text else "",
+                    text=detokenizer.add(token_id) if checked.wants_text else "",
                 )
             )
         yield pb.GenerateResponse(

@@ -178,7 +178,7 @@ def test_both_sides_number_messages_alike_and_no_tag_is_used_twice(
     assert not sent
 
 
-def test_neighbours_on_both_sides_travel_together() -> None:
+def test_neighbors_on_both_sides_travel_together() -> None:
     specs = (CacheSpec(0, CacheKind.KV, (8,), "bfloat16", 2),)
     source = terms((1, 2, 3, 7, 8), 18, num_layers=1, chunk_tokens=100)
     destination = destination_of(source, (11, 12, 14, 15, 16), specs, num_layers=1)

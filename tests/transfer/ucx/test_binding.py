@@ -102,10 +102,10 @@ def test_a_port_that_remembers_its_connections_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "neighbours", [0, 1]
+    "neighbors", [0, 1]
 )  # of one port UCX says that it is taken, for several it searches
 def test_a_port_that_is_taken_after_the_check_is_refused_in_time(
-    taken: int, monkeypatch: pytest.MonkeyPatch, neighbours: int
+    taken: int, monkeypatch: pytest.MonkeyPatch, neighbors: int
 ) -> None:
     monkeypatch.setattr(ucx_settings, "OPEN_WORKER_S", 0.5)
     monkeypatch.setattr(UcxBinding, "check", lambda binding: None)
@@ -113,12 +113,12 @@ def test_a_port_that_is_taken_after_the_check_is_refused_in_time(
         other.bind(("0.0.0.0", taken + 1))
         other.listen()
         with pytest.raises(
-            ConfigError, match=f"no port of {taken}-{taken + neighbours} is free"
+            ConfigError, match=f"no port of {taken}-{taken + neighbors} is free"
         ) as refused:
             UcxTransport(
                 profile=TransportProfile.TCP,
                 clock=SystemClock(),
-                binding=UcxBinding.parse("lo", f"{taken}-{taken + neighbours}"),
+                binding=UcxBinding.parse("lo", f"{taken}-{taken + neighbors}"),
             )
     assert refused.value.field == "transport_ports"
     wait_until(

@@ -11,7 +11,7 @@ from tokenizers import Encoding
 from router.text.chat import Chat, chat_of_texts
 from router.text.chat_template import ChatTemplate
 from router.text.model_facts import load_served_model
-from router.text.tokenise import INLINE_CHARACTERS, Tokeniser, load_tokeniser
+from router.text.tokenizer import INLINE_CHARACTERS, TextTokenizer, load_text_tokenizer
 from runtime.errors import ConfigError, InvalidRequestError
 from tests.router.harness import EOS, byte_level_tokenizer, write_model_dir
 from tests.support.router.fake_workers import VOCAB_SIZE
@@ -20,13 +20,13 @@ from tests.support.router.fake_workers import VOCAB_SIZE
 def test_a_directory_without_tokenizer_serves_ids_only(tmp_path: Path) -> None:
     (write_model_dir(tmp_path) / "tokenizer.json").unlink()
     model = load_served_model(tmp_path)
-    assert model.tokeniser is None
+    assert model.text_tokenizer is None
     assert model.facts.name == tmp_path.name
 
 
 async def test_long_texts_give_the_same_ids_as_short_ones() -> None:
-    tokeniser, word = Tokeniser(byte_level_tokenizer(), None), "mill "
-    ids = await tokeniser.encode_text(word * INLINE_CHARACTERS)
+    text_tokenizer, word = TextTokenizer(byte_level_tokenizer(), None), "mill "
+    ids = await text_tokenizer.encode_text(word * INLINE_CHARACTERS)
     assert ids == byte_level_tokenizer().encode(word * INLINE_CHARACTERS).ids
 
 
@@ -63,32 +63,34 @@ LONG = "mill " * INLINE_CHARACTERS
 )
 async def test_long_chats_leave_the_event_loop_alone(chat: Chat, inline: bool) -> None:  # noqa: FBT001
     watched: Any = Watched()
-    await Tokeniser(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(chat)
+    await TextTokenizer(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(chat)
     assert [thread is threading.current_thread() for thread in watched.threads] == [inline]
 
 
 async def test_chat_goes_through_template_and_tokenizer(tmp_path: Path) -> None:
-    tokeniser = load_tokeniser(write_model_dir(tmp_path))
-    assert tokeniser is not None
-    token_ids = await tokeniser.encode_chat(chat_of_texts(("user", "red")))
+    text_tokenizer = load_text_tokenizer(write_model_dir(tmp_path))
+    assert text_tokenizer is not None
+    token_ids = await text_tokenizer.encode_chat(chat_of_texts(("user", "red")))
     assert token_ids == byte_level_tokenizer().encode("<user>red<bot>").ids
 
 
 async def test_chat_without_template_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        await Tokeniser(byte_level_tokenizer(), None).encode_chat(chat_of_texts(("user", "red")))
+        await TextTokenizer(byte_level_tokenizer(), None).encode_chat(
+            chat_of_texts(("user", "red"))
+        )
 
 
 def test_a_template_file_beats_the_config_and_named_ones_have_a_default(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    tokeniser = load_tokeniser(tmp_path)
-    assert tokeniser is not None
-    assert tokeniser.has_chat_template
+    text_tokenizer = load_text_tokenizer(tmp_path)
+    assert text_tokenizer is not None
+    assert text_tokenizer.has_chat_template
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError):
-        load_tokeniser(tmp_path)
+        load_text_tokenizer(tmp_path)
 
 
 def test_facts_come_from_the_config_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writes tiny checkpoints in the layouts quantised models are published in, and what the formats
+"""Writes tiny checkpoints in the layouts quantized models are published in, and what the formats
 say they mean.
 
 Names, types, packing and the config's section are as in the published files. What a weight means is
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 # As published: no norms, routers, convolutions, embeddings or heads.
-_QUANTISED = (
+_QUANTIZED = (
     "_proj.weight",
     "kv_a_proj_with_mqa.weight",
     "wq_b.weight",
@@ -330,24 +330,24 @@ LAYOUTS = {
 }
 
 
-def write_quantised(source: Path, path: Path, layout: str) -> Path:
+def write_quantized(source: Path, path: Path, layout: str) -> Path:
     """Checkpoint `source` in a layout, and beside it (`path` with "-meant") one that stores what it
     means."""
     chosen, config = LAYOUTS[layout], json.loads((source / "config.json").read_text())
-    quantised: dict[str, Tensor] = {}
+    quantized: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     torch.manual_seed(3)
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith(_QUANTISED):
-            quantised[name] = meant[name] = tensor
+        if not name.endswith(_QUANTIZED):
+            quantized[name] = meant[name] = tensor
             continue
         parts, value = chosen.code(tensor.float())
         stem = name.removesuffix("weight")
-        quantised |= {stem + ending: part.contiguous() for ending, part in parts.items()}
-        quantised |= {stem + ending: part.clone() for ending, part in (chosen.extra or {}).items()}
+        quantized |= {stem + ending: part.contiguous() for ending, part in parts.items()}
+        quantized |= {stem + ending: part.clone() for ending, part in (chosen.extra or {}).items()}
         meant[name] = value.to(tensor.dtype).contiguous()
     dense = path.with_name(f"{path.name}-meant")
-    for folder, tensors in ((path, quantised), (dense, meant)):
+    for folder, tensors in ((path, quantized), (dense, meant)):
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config))

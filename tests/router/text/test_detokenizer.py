@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from router.text.detokenise import BytesDetokeniser, Detokenisers, StopMatcher
+from router.text.detokenizer import BytesDetokenizer, Detokenizers, StopMatcher
 from tests.router.harness import byte_level_tokenizer
 
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
@@ -51,8 +51,8 @@ mixed_ids = st.lists(
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
-    detokeniser = Detokenisers(tokenizer).new(prompt)
-    return "".join(detokeniser.add(token_id) for token_id in token_ids) + detokeniser.finish()
+    detokenizer = Detokenizers(tokenizer).new(prompt)
+    return "".join(detokenizer.add(token_id) for token_id in token_ids) + detokenizer.finish()
 
 
 def sentencepiece_like(decoder: Any) -> Tokenizer:  # noqa: ANN401
@@ -103,18 +103,18 @@ def test_any_ids_give_what_the_tokenizer_gives(token_ids: list[int]) -> None:
 @given(st.text(min_size=1))
 def test_only_whole_characters_come_out(text: str) -> None:
     tokenizer = byte_level_tokenizer()
-    detokeniser, so_far = Detokenisers(tokenizer).new(()), ""
+    detokenizer, so_far = Detokenizers(tokenizer).new(()), ""
     for token_id in tokenizer.encode(text).ids:
-        so_far += detokeniser.add(token_id)
+        so_far += detokenizer.add(token_id)
         assert text.startswith(so_far)
 
 
 def test_a_character_appears_with_its_last_byte() -> None:
     tokenizer = byte_level_tokenizer()
-    detokeniser = Detokenisers(tokenizer).new(())
+    detokenizer = Detokenizers(tokenizer).new(())
     token_ids = tokenizer.encode("\U0001f4a1").ids
     assert len(token_ids) > 1
-    pieces = [detokeniser.add(token_id) for token_id in token_ids]
+    pieces = [detokenizer.add(token_id) for token_id in token_ids]
     assert pieces == [*[""] * (len(token_ids) - 1), "\U0001f4a1"]
 
 
@@ -122,7 +122,7 @@ def test_added_tokens_speak_for_themselves_and_special_ones_are_silent() -> None
     tokenizer = Tokenizer.from_str(byte_level_tokenizer().to_str())
     tokenizer.add_tokens([AddedToken("<a b>", special=False)])
     token_ids = tokenizer.encode("x<a b>y<bot>z").ids
-    assert isinstance(Detokenisers(tokenizer).new(()), BytesDetokeniser)
+    assert isinstance(Detokenizers(tokenizer).new(()), BytesDetokenizer)
     assert text_of(tokenizer, token_ids) == "x<a b>yz" == tokenizer.decode(token_ids)
 
 
@@ -169,7 +169,7 @@ def test_words_of_sentencepiece_give_what_the_tokenizer_gives(
     token_ids: list[int],
 ) -> None:
     tokenizer = sentencepiece_like(decoder)
-    assert isinstance(Detokenisers(tokenizer).new(()), BytesDetokeniser)
+    assert isinstance(Detokenizers(tokenizer).new(()), BytesDetokenizer)
     assert text_of(tokenizer, token_ids) == tokenizer.decode(token_ids)
 
 
@@ -260,9 +260,9 @@ def test_a_broken_character_of_the_prompt_is_none_of_the_answer(
 )
 def test_cost_is_linear(tokenizer: Tokenizer) -> None:
     def seconds(count: int) -> float:
-        detokeniser, began = Detokenisers(tokenizer).new(()), time.thread_time()
+        detokenizer, began = Detokenizers(tokenizer).new(()), time.thread_time()
         for i in range(count):
-            detokeniser.add(200 if i % 3 else 3)  # also bytes that never become a character
+            detokenizer.add(200 if i % 3 else 3)  # also bytes that never become a character
         return time.thread_time() - began
 
     seconds(1000)

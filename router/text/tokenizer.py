@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from router.text.chat import Chat
 from router.text.chat_template import DEFAULT, ChatTemplate
 from router.text.control_tokens import ControlTokens, UserControlTokens
-from router.text.detokenise import Detokenisers
+from router.text.detokenizer import Detokenizers
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from runtime.model_files.config import read_if_there
 from runtime.model_files.tokenizer_files import find_tokenizer
@@ -25,7 +25,7 @@ from runtime.model_files.tokenizer_files import find_tokenizer
 INLINE_CHARACTERS = 4096
 
 
-class Tokeniser:
+class TextTokenizer:
     """The tokenizer of one model, with its chat template if it has one."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Tokeniser:
         self.tokenizer = tokenizer
         self._control_tokens = control_tokens
         self.chat_template = chat_template
-        self.detokenisers = Detokenisers(tokenizer)
+        self.detokenizers = Detokenizers(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -87,9 +87,9 @@ class Tokeniser:
         return work() if num_characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
-def load_tokeniser(
+def load_text_tokenizer(
     model_dir: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
-) -> Tokeniser | None:
+) -> TextTokenizer | None:
     """Load the tokenizer of a model directory; None if it has none
     (`runtime.model_files.tokenizer_files`).
 
@@ -108,8 +108,8 @@ def load_tokeniser(
     tokenizer.no_padding()
     template = _load_chat_template(model_dir)
     if template is None or user_control_tokens is UserControlTokens.TOKENS:
-        return Tokeniser(tokenizer, template)
-    return Tokeniser(tokenizer, template, ControlTokens(tokenizer, template))
+        return TextTokenizer(tokenizer, template)
+    return TextTokenizer(tokenizer, template, ControlTokens(tokenizer, template))
 
 
 def _load_chat_template(model_dir: Path) -> ChatTemplate | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from models.blocks.config import RawConfig, read_config_file
 from models.checkpoint import Checkpoint, open_tensors
-from models.quantised import Packing, QuantisedFormat, dequantised
+from models.quantized import Packing, QuantizedFormat, dequantized
 
 # The second name is the older one of compressed-tensors.
 _SECTIONS = (
@@ -53,10 +53,10 @@ def open_checkpoint(
         for name, entry in open_tensors(folder).items()
         if not _OF_ACTIVATIONS.search(name)
     }
-    return Checkpoint(weights) if form is None else dequantised(weights, form, inputs_first)
+    return Checkpoint(weights) if form is None else dequantized(weights, form, inputs_first)
 
 
-def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
+def _format(folder: Path, config: RawConfig) -> QuantizedFormat | None:
     """Return the format, or None if the weights are not quantized."""
     section = next((config.section(name) for name in _SECTIONS if name in config), None)
     file = folder / _MODELOPT_FILE
@@ -89,13 +89,13 @@ def _algorithms(raw: RawConfig) -> RawConfig | None:
     return nested if "quant_algo" in nested else None
 
 
-def _fp8(block: tuple[int, int]) -> QuantisedFormat:
-    return QuantisedFormat(
+def _fp8(block: tuple[int, int]) -> QuantizedFormat:
+    return QuantizedFormat(
         codes="", codes_dtype="F8_E4M3", weight="", scales=("_scale_inv", "_scale"), block=block
     )
 
 
-def _read_fp8(raw: RawConfig) -> QuantisedFormat:
+def _read_fp8(raw: RawConfig) -> QuantizedFormat:
     """Read DeepSeek's format, which Qwen3, Qwen3.5 and GLM also use.
 
     Blocks are given by `weight_block_size`. Without it there is one scale per tensor.
@@ -110,11 +110,11 @@ def _read_fp8(raw: RawConfig) -> QuantisedFormat:
     return _fp8(_pair(raw, "weight_block_size"))
 
 
-def _read_fbgemm_fp8(_raw: RawConfig) -> QuantisedFormat:
+def _read_fbgemm_fp8(_raw: RawConfig) -> QuantizedFormat:
     return _fp8((1, _ALL))
 
 
-def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
+def _read_modelopt(raw: RawConfig) -> QuantizedFormat | None:
     """Read the format of NVIDIA's Model Optimizer, from config.json or a separate file.
 
     Return None if only the cache is quantized.
@@ -132,7 +132,7 @@ def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
     return _fp8(blocks[algorithm])
 
 
-def _read_compressed_tensors(raw: RawConfig) -> QuantisedFormat | None:
+def _read_compressed_tensors(raw: RawConfig) -> QuantizedFormat | None:
     """Read the format of llm-compressor.
 
     Groups of layers may differ in how activations are quantized, but not in how weights are. Return
@@ -163,7 +163,7 @@ def _is_empty(section: RawConfig) -> bool:
     return section.as_dict().get("format") == "dense" or not any(section.as_dict().values())
 
 
-def _read_group(group: RawConfig, whole: RawConfig) -> QuantisedFormat:
+def _read_group(group: RawConfig, whole: RawConfig) -> QuantizedFormat:
     weights = group.section("weights")
     bits = group.section("weights").integer("num_bits")
     form = (group if "format" in group else whole).text("format")
@@ -173,7 +173,7 @@ def _read_group(group: RawConfig, whole: RawConfig) -> QuantisedFormat:
     if form in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
         return _fp8(block)
     if form in ("int-quantized", "naive-quantized") and (kind, bits) == ("int", 8):
-        return QuantisedFormat(
+        return QuantizedFormat(
             codes="",
             codes_dtype="I8",
             weight="",
@@ -185,7 +185,7 @@ def _read_group(group: RawConfig, whole: RawConfig) -> QuantisedFormat:
         )
     if form == "pack-quantized" and kind == "int" and bits in _IN_ORDER:
         packing = Packing(bits=bits, codes_axis=1, zeros_axis=0, places=_IN_ORDER[bits])
-        return QuantisedFormat(
+        return QuantizedFormat(
             codes="_packed",
             codes_dtype="I32",
             weight="",
@@ -217,7 +217,7 @@ def _strategy_block(weights: RawConfig) -> tuple[int, int]:
     return blocks[strategy]
 
 
-def _read_awq(raw: RawConfig) -> QuantisedFormat:
+def _read_awq(raw: RawConfig) -> QuantizedFormat:
     raw.require("bits", only=4, default=4)
     field = "version" if "version" in raw else "format"
     if (version := raw.text(field, "gemm").lower()) != "gemm":
@@ -227,7 +227,7 @@ def _read_awq(raw: RawConfig) -> QuantisedFormat:
             "backend", f"{_OTHER_AWQ!r} is not supported: it stores weights in another order"
         )
     raw.require("zero_point", only=True, default=True)
-    return QuantisedFormat(
+    return QuantizedFormat(
         codes=".qweight",
         codes_dtype="I32",
         weight=".weight",
@@ -239,7 +239,7 @@ def _read_awq(raw: RawConfig) -> QuantisedFormat:
     )
 
 
-def _read_gptq(raw: RawConfig) -> QuantisedFormat:
+def _read_gptq(raw: RawConfig) -> QuantizedFormat:
     """Read GPTQ's format. Its first version stores each zero point minus one."""
     field = "checkpoint_format" if "checkpoint_format" in raw else "format"
     bits = raw.integer("bits")
@@ -248,7 +248,7 @@ def _read_gptq(raw: RawConfig) -> QuantisedFormat:
         raise raw.fail("bits", f"{bits} are not supported, only 4 and 8")
     if version not in ("gptq", "gptq_v2"):
         raise raw.fail(field, f"{version!r} is not supported, only 'gptq' and 'gptq_v2'")
-    return QuantisedFormat(
+    return QuantizedFormat(
         codes=".qweight",
         codes_dtype="I32",
         weight=".weight",
@@ -282,7 +282,7 @@ def _pair(raw: RawConfig, name: str) -> tuple[int, int]:
     return values[0], values[1]
 
 
-_METHODS: dict[str, Callable[[RawConfig], QuantisedFormat | None]] = {
+_METHODS: dict[str, Callable[[RawConfig], QuantizedFormat | None]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm_fp8,
     "compressed-tensors": _read_compressed_tensors,

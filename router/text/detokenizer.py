@@ -20,7 +20,7 @@ REPLACEMENT = "\ufffd"
 MAX_CHARACTER_BYTES = 4
 
 
-class Detokeniser(Protocol):
+class Detokenizer(Protocol):
     """Detokenizer of one request's output. The joined pieces are what the output adds to the
     prompt's text.
     """
@@ -36,7 +36,7 @@ class Detokeniser(Protocol):
         ...
 
 
-class BytesDetokeniser:
+class BytesDetokenizer:
     """Detokenizer for tokens that are bytes: an incremental UTF-8 decoder suffices."""
 
     def __init__(self, tokens: TokenBytes, prompt: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ def _incomplete(data: bytes) -> bytes:
     return decoder.getstate()[0]
 
 
-class WindowDetokeniser:
+class WindowDetokenizer:
     """Detokenizer for any other tokenizer: decodes a short window and returns what it added.
 
     The window starts with tokens whose text was already returned, because decoders treat the first
@@ -225,7 +225,7 @@ class _StopAutomaton:
         return length + (self.string[length] == character)
 
 
-class Detokenisers:
+class Detokenizers:
     """Factory of detokenizers of the kind that the tokenizer needs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -233,8 +233,8 @@ class Detokenisers:
         self._tokens = token_bytes_of(tokenizer)
         self._silent_ids = special_ids(tokenizer)
 
-    def new(self, prompt: Sequence[int]) -> Detokeniser:
+    def new(self, prompt: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for the output that follows the tokens of `prompt`."""
         if self._tokens is None:
-            return WindowDetokeniser(self._tokenizer, self._silent_ids, prompt)
-        return BytesDetokeniser(self._tokens, prompt)
+            return WindowDetokenizer(self._tokenizer, self._silent_ids, prompt)
+        return BytesDetokenizer(self._tokens, prompt)

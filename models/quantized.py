@@ -6,7 +6,7 @@ zero point:
     w[r, c] = (code[r, c] - zero[b(r), b(c)]) * scale[b(r), b(c)]
 
 This is computed in fp32 and rounded once. In fp32 both operations are exact for codes of up to 8
-bits and scales of 16 bits. The format (`quantised_formats`) defines the tensors of the parts and
+bits and scales of 16 bits. The format (`quantized_formats`) defines the tensors of the parts and
 the packing of codes. A weight is read in pieces of a few MiB, so the memory needed in addition to
 the result does not grow with the weight.
 """
@@ -60,7 +60,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class QuantisedFormat:
+class QuantizedFormat:
     """A storage format of quantized weights: name suffixes on a common stem, and their meaning.
 
     codes     suffix and dtype of the tensor of codes; every such tensor belongs to a weight
@@ -84,7 +84,7 @@ class QuantisedFormat:
     packing: Packing | None = None
 
     @property
-    def turned(self) -> "QuantisedFormat":
+    def turned(self) -> "QuantizedFormat":
         """Return the format of weights whose codes and scales are stored [in, out]."""
         return replace(self, block=(self.block[1], self.block[0]))
 
@@ -94,8 +94,8 @@ class QuantisedFormat:
         return f"blocks of {self.block}, zero {self.zero}{packing}"
 
 
-def dequantised(
-    tensors: Mapping[str, TensorEntry], form: QuantisedFormat, inputs_first: tuple[str, ...] = ()
+def dequantized(
+    tensors: Mapping[str, TensorEntry], form: QuantizedFormat, inputs_first: tuple[str, ...] = ()
 ) -> Checkpoint:
     """Return the checkpoint of the weights in `tensors`, some of them quantized.
 
@@ -118,7 +118,7 @@ def dequantised(
             continue
         parts = [stem + form.zeros if form.zeros else "", stem + form.groups if form.groups else ""]
         own = form.turned if (stem + form.weight).endswith(inputs_first) else form
-        entry = QuantisedEntry(own, codes, tensors[scales], *(tensors.get(part) for part in parts))
+        entry = QuantizedEntry(own, codes, tensors[scales], *(tensors.get(part) for part in parts))
         complaints += [f"{name}: {problem}" for problem in entry.problems()]
         entries[stem + form.weight] = entry
         taken.update((name, scales, *parts))
@@ -133,19 +133,19 @@ def dequantised(
     )
 
 
-def _is_part(name: str, form: QuantisedFormat) -> bool:
+def _is_part(name: str, form: QuantizedFormat) -> bool:
     """Return whether the tensor is a part of a weight, although it has the dtype of codes."""
     return any(ending and name.endswith(ending) for ending in (form.zeros, form.groups))
 
 
 @dataclass(frozen=True)
-class QuantisedEntry:
+class QuantizedEntry:
     """A `WeightEntry` of several tensors.
 
     Codes without packing may be a stack of weights, [items, out, in]. Then every part is a stack.
     """
 
-    form: QuantisedFormat
+    form: QuantizedFormat
     codes: TensorEntry
     scales: TensorEntry
     zeros: TensorEntry | None = None

@@ -1,4 +1,4 @@
-"""Quantised checkpoints load as what their formats say they mean, bit for bit, and each stage reads
+"""Quantized checkpoints load as what their formats say they mean, bit for bit, and each stage reads
 its own part."""
 
 import json
@@ -18,13 +18,13 @@ from engine.core.numerics import Numerics
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedWeight
 from engine.kernels.host.linear.packing import SEGMENTS
-from models import quantised
+from models import quantized
 from models.blocks import linear
 from models.blocks.config import RawConfig
 from models.checkpoint import read_tensor
 from models.drafts.loader import read_draft
 from models.loader import read_model
-from models.quantised_formats import open_checkpoint
+from models.quantized_formats import open_checkpoint
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.digests import check_compatible
@@ -33,7 +33,7 @@ from runtime.model_files.weights import loaded_bytes
 from tests.models.conftest import CheckpointMaker
 from tests.models.test_weights_digest import flip, read_stages, tensor_bytes
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
-from tests.support.models.quantised import LAYOUTS, meant_by, write_quantised
+from tests.support.models.quantized import LAYOUTS, meant_by, write_quantized
 from tests.support.models.single_stage import StageDriver
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -70,7 +70,7 @@ def test_a_weight_of_several_pieces_is_what_its_format_means(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No number of rows or columns that blocks of 128 or pieces divide."""
-    monkeypatch.setattr(quantised, "_PIECE_NUMBERS", 5000)
+    monkeypatch.setattr(quantized, "_PIECE_NUMBERS", 5000)
     weight = torch.randn(296, 264, generator=torch.Generator().manual_seed(1))
     parts, meant = LAYOUTS[layout].code(weight)
     folder = written(
@@ -141,7 +141,7 @@ def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
 def test_a_model_is_the_one_its_weights_mean(
     layout: str, family: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
-    folder = write_quantised(checkpoint(family), tmp_path / "model", layout)
+    folder = write_quantized(checkpoint(family), tmp_path / "model", layout)
     expected = StageDriver(read_model(meant_by(folder))).prefill({0: PROMPT})
     assert torch.equal(StageDriver(read_model(folder), cuts=(1, 3)).prefill({0: PROMPT}), expected)
     assert not torch.equal(
@@ -183,7 +183,7 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
                 kept.append(row_scales)
 
     monkeypatch.setattr(linear, "PackedWeight", Recorded)
-    folder = write_quantised(
+    folder = write_quantized(
         make_checkpoint(tmp_path, family, dtype=torch.bfloat16), tmp_path / "model", layout
     )
     found = StageDriver(read_model(folder, in_bytes=True), cuts=(1, 3)).prefill({0: PROMPT})
@@ -201,7 +201,7 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
 def test_a_stage_reads_its_own_part_once(
     checkpoint: CheckpointMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_quantised(checkpoint("deepseek_v32"), tmp_path / "model", "fp8 blocks")
+    folder = write_quantized(checkpoint("deepseek_v32"), tmp_path / "model", "fp8 blocks")
     model, reads = read_model(folder), []
     original = os.preadv
 
@@ -222,7 +222,7 @@ def test_a_stage_reads_its_own_part_once(
 
 
 def test_every_part_counts_and_splits_do_not(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
-    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "gptq")
+    folder = write_quantized(checkpoint("llama"), tmp_path / "model", "gptq")
     whole = read_stages(folder, 1)
     assert [read_stages(folder, size) for size in (2, 3)] == [whole] * 2
     places = tensor_bytes(folder / "model.safetensors")
@@ -234,13 +234,13 @@ def test_every_part_counts_and_splits_do_not(checkpoint: CheckpointMaker, tmp_pa
     assert read_stages(folder, 2) == whole
 
 
-def test_pools_of_quantised_and_of_plain_weights_do_not_pair(
+def test_pools_of_quantized_and_of_plain_weights_do_not_pair(
     checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     """Even where they would compute the same: that is known of these two only because a test wrote
     them."""
-    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "fp8 blocks")
-    again = write_quantised(checkpoint("llama"), tmp_path / "again", "fp8 blocks")
+    folder = write_quantized(checkpoint("llama"), tmp_path / "model", "fp8 blocks")
+    again = write_quantized(checkpoint("llama"), tmp_path / "again", "fp8 blocks")
     mine, same, theirs = (
         plan_stage(WorkerConfig(model=path, num_pages=8)).compatibility(read_stages(path, size))
         for path, size in ((folder, 2), (again, 1), (meant_by(folder), 1))
@@ -250,10 +250,10 @@ def test_pools_of_quantised_and_of_plain_weights_do_not_pair(
         check_compatible(mine, theirs.digest, theirs.text)
 
 
-def test_a_draft_in_the_same_files_is_dequantised_too(
+def test_a_draft_in_the_same_files_is_dequantized_too(
     checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
-    folder = write_quantised(
+    folder = write_quantized(
         add_nextn(checkpoint("deepseek_v32"), tmp_path / "plain"), tmp_path / "model", "fp8 blocks"
     )
     drafts = [read_draft(path, read_model(path)) for path in (folder, meant_by(folder))]
@@ -270,7 +270,7 @@ def test_a_draft_in_the_same_files_is_dequantised_too(
 def test_what_is_counted_is_the_final_form(
     layout: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
-    folder = write_quantised(checkpoint("llama", dtype=torch.bfloat16), tmp_path / "model", layout)
+    folder = write_quantized(checkpoint("llama", dtype=torch.bfloat16), tmp_path / "model", layout)
     layers = LayerRange(1, 3)
     assert read_model(folder).weight_bytes(layers) == read_model(meant_by(folder)).weight_bytes(
         layers
@@ -359,7 +359,7 @@ ONLY_THE_CACHE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", ONLY_THE_CACHE)
-def test_a_checkpoint_of_which_only_the_cache_is_quantised_is_the_plain_one(
+def test_a_checkpoint_of_which_only_the_cache_is_quantized_is_the_plain_one(
     form: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     plain = checkpoint("llama")
@@ -398,7 +398,7 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantised_is_the_plain_one(
 def test_model_optimizer_may_name_itself_in_its_own_file(
     section: dict[str, Any], own: dict[str, Any], checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
-    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "modelopt")
+    folder = write_quantized(checkpoint("llama"), tmp_path / "model", "modelopt")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
     (folder / "hf_quant_config.json").write_text(json.dumps(own))
@@ -489,7 +489,7 @@ def test_an_unsupported_format_is_refused_by_name(
 def test_parts_that_do_not_fit_are_named(
     checkpoint: CheckpointMaker, tmp_path: Path, change: dict[str, Tensor | None], complaint: str
 ) -> None:
-    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "fp8 blocks")
+    folder = write_quantized(checkpoint("llama"), tmp_path / "model", "fp8 blocks")
     tensors: dict[str, Tensor | None] = dict(load_file(folder / "model.safetensors"))
     tensors |= {f"model.layers.0.mlp.up_proj.{ending}": part for ending, part in change.items()}
     save_file(
@@ -502,7 +502,7 @@ def test_parts_that_do_not_fit_are_named(
 
 
 def test_a_group_without_a_scale_is_refused(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
-    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "gptq")
+    folder = write_quantized(checkpoint("llama"), tmp_path / "model", "gptq")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.g_idx"][3] = 5
     save_file(tensors, folder / "model.safetensors")
