@@ -1,4 +1,7 @@
-"""The `baton` command. Every failure is one clear line on stderr and a non-zero exit."""
+"""The `baton` command.
+
+Every failure is one line on stderr and a non-zero exit code.
+"""
 
 import asyncio
 import json
@@ -35,8 +38,8 @@ from runtime.process.standard_streams import told_of_full_disks
 from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.version import VERSION
 
-Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
-_LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
+Ids = Annotated[bool, typer.Option("--ids", help="The prompt is a list of token ids.")]
+_LENGTH_HELP = "Prompt lengths: 192, uniform:96-288, normal:192,48 or exponential:192."
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,7 +67,7 @@ def baton(
 
 @app.command()
 def demo(context: typer.Context) -> None:
-    """Ask a small local cluster one question. Starts it with the shipped model, shows the timings,
+    """Ask a small local cluster one question. Starts it with the included model, shows the timings,
     and stops it."""
 
     async def run(stop: StopSignal) -> None:
@@ -79,7 +82,7 @@ app.command()(up)
 
 
 def _add_program(name: str, module: str, summary: str) -> None:
-    """A command that becomes `python -m MODULE`, which reads the flags."""
+    """Add a command that runs `python -m MODULE`; the module reads the flags."""
 
     @app.command(
         name,
@@ -97,13 +100,13 @@ def _add_program(name: str, module: str, summary: str) -> None:
         os.execv(sys.executable, command)
 
 
-_add_program("router", "router", "Run one router, as a container does.")
-_add_program("gateway", "baton.gateway", "Serve OpenAI's HTTP API before routers.")
+_add_program("router", "router", "Run one router in the foreground.")
+_add_program("gateway", "baton.gateway", "Serve OpenAI's HTTP API in front of routers.")
 _add_program("prefill", "prefill", "Run one process of a prefill pool.")
 _add_program("decode", "decode", "Run one process of a decode pool.")
-_add_program("check", "pool.check", "Say whether a model would be served, and what it takes.")
-_add_program("simulate", "sim", "Try a fleet in virtual time before it is there.")
-_add_program("plan", "sim.plan", "Search the cheapest fleet for a load, by simulating fleets.")
+_add_program("check", "pool.check", "Check that a model can be served; show its memory.")
+_add_program("simulate", "sim", "Simulate a fleet in virtual time before you build it.")
+_add_program("plan", "sim.plan", "Find the cheapest fleet for a load by simulation.")
 
 
 @app.command()
@@ -111,48 +114,60 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="Text, or with --ids token ids like 1,2,3; - or none: stdin.", show_default=False
+            help="Text, or with --ids token ids like 1,2,3. Without it, or with -: stdin.",
+            show_default=False,
         ),
     ] = None,
     target: Target = None,
     ids: Ids = False,
     as_chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message, to be answered.")
+        bool, typer.Option("--chat", help="Send the prompt as a chat message.")
     ] = False,
     messages: Messages = None,
     tools: Tools = None,
     template_argument: TemplateArguments = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens to generate.")
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token.")
+        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the smallest set with this probability.")
+        float | None,
+        typer.Option(help="Sample from the smallest set of tokens with this total probability."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed; the same seed gives the same response.")
+    ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; repeat for more.")
+        list[str] | None, typer.Option(help="Stop before this text; repeatable.")
     ] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema for the answer.")
+        Path | None, typer.Option(help="File with a JSON schema that the response must match.")
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="What the whole answer must match.")] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole response must match.")
+    ] = None,
     num_choices: Annotated[
-        int | None, typer.Option("--n", help="Answers to draw, shown when they are whole.")
+        int | None,
+        typer.Option("--n", help="Number of responses to generate, shown when complete."),
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: logprobs, and so many alternatives.")
+        int | None,
+        typer.Option(help="With --json: logprobs of the tokens, with this number of alternatives."),
     ] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(help="With --json: the same of the prompt's tokens.")
+        int | None, typer.Option(help="With --json: logprobs of the prompt's tokens, likewise.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Refuse unless this model is served.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Reject the request unless this model is served.")
+    ] = "",
     speculate: Annotated[
         bool | None,
         typer.Option(
             "--speculate/--no-speculate",
-            help="Use drafts where there are any; the answer is the same.",
+            help="Use speculative decoding if available; the response is the same.",
             show_default="yes",
         ),
     ] = None,
@@ -160,12 +175,12 @@ def generate(
         bool | None,
         typer.Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Use what earlier prompts left; the answer is the same.",
+            help="Use the prefix cache; the response is the same.",
             show_default="yes",
         ),
     ] = None,
     cache_salt: Annotated[
-        str, typer.Option(help="Share cached prompts only with requests of this salt.")
+        str, typer.Option(help="Share cached prompts only with requests that have the same salt.")
     ] = "",
     timeout: Timeout = None,
     as_json: AsJson = False,
@@ -175,7 +190,7 @@ def generate(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Continue a prompt, or with --chat answer it. Streams the text."""
+    """Continue a prompt, or respond to it with --chat. Streams the text."""
     with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         options = read_options(tools, template_argument)
         query = Query(
@@ -206,11 +221,13 @@ def generate(
 @app.command()
 def chat(
     target: Target = None,
-    system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
+    system: Annotated[
+        str, typer.Option(help="System message at the start of the conversation.")
+    ] = "",
     tools: Tools = None,
     template_argument: TemplateArguments = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token.")
+        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     timeout: Timeout = None,
@@ -220,7 +237,7 @@ def chat(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
+    """Chat with the model; each turn sends the whole conversation. End with Ctrl-D."""
     with (
         one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
         BatonClient(
@@ -242,7 +259,7 @@ def chat(
 def status(
     target: Target = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")
     ] = False,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -251,7 +268,7 @@ def status(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
+    """Show workers, pools, pages and sessions. Exit code 1 unless every worker serves."""
     with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*targets_of(target), security=security) as client:
@@ -278,8 +295,8 @@ def flush(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Empty the prefix caches of all workers. Where there are certificates, only an operator's may.
-    Exit code 1 unless every worker did."""
+    """Empty the prefix caches of all workers. With TLS, only an operator may do so. Exit code 1
+    unless every worker did."""
     with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*targets_of(target), security=security) as client:
@@ -295,51 +312,54 @@ def flush(
 def load(
     target: Target = None,
     api: Annotated[
-        Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")
+        Api, typer.Option(help="API of the target: Baton's own, or VllmEngine's.")
     ] = Api.BATON,
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"How many to send; default: all of the trace, or {DEFAULT_COUNT}."
+            min=1, help=f"Number of requests; default: the whole trace, or {DEFAULT_COUNT}."
         ),
     ] = None,
     rate: Annotated[
         float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")
     ] = 4.0,
-    arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
+    arrival: Annotated[Process, typer.Option(help="Distribution of arrivals.")] = Process.POISSON,
     burst: Annotated[
         int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")
     ] = 8,
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288",
-    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "32",
+    output_tokens: Annotated[str, typer.Option(help="Output lengths, in the same form.")] = "32",
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay times and lengths of this file instead: JSONL, or "
-            "Azure's or BurstGPT's CSV."
+            help="Replay times and lengths of this file instead: JSONL, or the CSV of Azure or "
+            "BurstGPT."
         ),
     ] = None,
     speed: Annotated[
-        float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")
+        float,
+        typer.Option(min=0.001, callback=finite, help="Replay a trace faster by this factor."),
     ] = 1.0,
     too_long: Annotated[
         TooLong,
         typer.Option(
-            help="What to do with requests longer than the context: refuse the "
-            "load, skip them, or cut their prompts."
+            help="How to handle requests longer than the context: reject the load, skip them, or cut "
+            "their prompts."
         ),
     ] = TooLong.REFUSE,
     warm_up: Annotated[
-        int, typer.Option(min=0, help="Requests to send before, and not to count.")
+        int, typer.Option(min=0, help="Warm-up requests, sent first and not counted.")
     ] = 2,
     slo_ttft: Annotated[
         float,
-        typer.Option(min=0.000001, callback=finite, help="Limit on time to first token, seconds."),
+        typer.Option(
+            min=0.000001, callback=finite, help="Limit on time to first token, in seconds."
+        ),
     ] = 0.5,
     slo_tpot: Annotated[
         float,
         typer.Option(
-            min=0.000001, callback=finite, help="Limit on time per further token, seconds."
+            min=0.000001, callback=finite, help="Limit on time per further token, in seconds."
         ),
     ] = 0.05,
     timeout: Annotated[
@@ -348,18 +368,18 @@ def load(
             min=0.001,
             max=MAX_WAIT_S,
             callback=finite,
-            help="Give a request up after this many seconds.",
+            help="Cancel a request after this many seconds.",
         ),
     ] = 60.0,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="The same seed sends the same requests at the same times; default: "
-            "a new one, so that no cache knows the prompts."
+            help="Random seed; the same seed sends the same requests at the same times. Default: a "
+            "new one, so that no cache has the prompts."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Plot the run into this .png, .svg or .pdf file.")
     ] = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -368,8 +388,8 @@ def load(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Measure how a cluster keeps up with a load. Sends requests when they are due, however slow
-    the answers are, and reports TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
+    """Measure how a cluster performs under load. Sends requests on schedule, even when responses
+    are slow, and reports TTFT, TPOT, ITL and goodput. Exit code 1 if a request failed."""
     console = Console(stderr=True, highlight=False)
 
     async def run(spec: LoadSpec) -> dict[str, object]:

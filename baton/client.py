@@ -1,5 +1,4 @@
-"""The Python client, with and without an event loop. Both are thin: `baton.wire` holds what they
-share.
+"""The Python clients, synchronous and for asyncio.
 
     with BatonClient("127.0.0.1:7000") as client:
         for event in client.generate(Query("Once upon a time")): ...
@@ -11,13 +10,15 @@ share.
     token_file=Path("token")))
     BatonClient("a.example.org:7000", "b.example.org:7000")     # routers of the same workers
 
-Routers take turns, those that failed lately are passed over, and what one refuses for now or leaves
-unfinished another one goes on with, within the deadline (`baton.retry`); of an answer each token
-arrives once.
+Calls rotate over the routers and skip those that failed recently. When a router rejects a request
+for now or does not finish it, another router continues it within the deadline (`baton.retry`). Each
+token of a response arrives once.
 
-Every failure is a `runtime.errors.BatonError`: InvalidRequestError carries field violations,
-CapacityError and UnavailableError when to come back. Closing an iterator early, or cancelling the
+Every failure is a `runtime.errors.BatonError`. InvalidRequestError carries field violations;
+CapacityError and UnavailableError carry a retry delay. Closing an iterator early, or cancelling the
 task that awaits it, aborts the request on the server.
+
+Both clients are thin: `baton.wire` holds what they share.
 """
 
 import asyncio
@@ -46,14 +47,14 @@ from runtime.rpc.status import error_from_rpc, is_lost
 from runtime.rpc.unreachable import reach_problem
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
-if TYPE_CHECKING:  # in the type stubs only
+if TYPE_CHECKING:  # used in annotations only: the type exists only in the stubs
     from protos.generation_pb2_grpc import GenerationAsyncStub
 
 T = TypeVar("T")
 
 DEFAULT_TARGET = "127.0.0.1:7000"
 CONTROL_TIMEOUT_S = 10.0
-MAX_TIMEOUT_S = 1e9  # thirty years
+MAX_TIMEOUT_S = 1e9  # 30 years
 
 
 @contextlib.contextmanager
@@ -69,27 +70,32 @@ def _typed_errors() -> Iterator[None]:
 
 
 def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
-    """The router's own error, or the loss of a router that died first: then there is no time to
-    come back after."""
+    """Return the router's own error, or UnavailableError if the router failed first.
+
+    A lost router gives no retry delay.
+    """
     if (
         is_lost(call) and call.code() is grpc.StatusCode.CANCELLED
-    ):  # by gRPC itself, on the router's side
+    ):  # gRPC on the router's side cancelled the call
         return UnavailableError(
-            "a router gave the call up before it answered: it stops, or gets too many calls"
+            "the router cancelled the call before it responded: it is shutting down or gets too "
+            "many calls"
         )
     if is_lost(call):
         return UnavailableError(
-            f"a router cannot be reached: {reach_problem(call.details() or call.code().name)}"
+            f"cannot reach a router: {reach_problem(call.details() or call.code().name)}"
         )
     return error_from_rpc(call)
 
 
 def _time_limit(timeout_s: float | None) -> float | None:
-    """The time limit that gRPC gets. It takes a time it cannot add to now as one that has passed;
-    one so long is no limit.
+    """Return the time limit to pass to gRPC, or None if there is none.
+
+    gRPC treats a time that it cannot add to the clock as already over. A limit of more than
+    `MAX_TIMEOUT_S` is therefore no limit.
 
     Raises:
-        InvalidRequestError: not a number.
+        InvalidRequestError: `timeout_s` is not a number.
     """
     if timeout_s is None or timeout_s > MAX_TIMEOUT_S:
         return None
@@ -105,11 +111,17 @@ def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Attempts:
-    """One answer from its first attempt to its end: what both clients do but for the calls and the
-    pauses."""
+    """State of one response over all its attempts, shared by both clients.
+
+    The clients add only the calls and the pauses.
+    """
 
     def __init__(self, query: Query, timeout_s: float | None, retry: Retry, turns: Targets) -> None:
-        """Raises InvalidRequestError for a time limit that is no number."""
+        """Start with no attempt made.
+
+        Raises:
+            InvalidRequestError: `timeout_s` is not a number.
+        """
         self._answer = AnswerSoFar(query, lambda: secrets.randbits(64))
         self._patience = Patience(
             retry, _time_limit(timeout_s), len(turns), SystemClock(), random.Random()
@@ -121,32 +133,36 @@ class _Attempts:
         return self._answer.is_whole
 
     def begin(self) -> tuple[int, pb.GenerateRequest, float | None]:
-        """The next attempt: the router to call, what to send, and the seconds that are left."""
+        """Return the router to call next, the request to send, and the seconds left."""
         self._turn = self._turns.next()
         return self._turn, wire.request_of(self._answer.query()), self._patience.left_s()
 
     def news(self, response: pb.GenerateResponse) -> Iterator[Event]:
-        """What had not come before."""
+        """Yield the parts of a response that have not arrived before."""
         self._turns.answered(self._turn)
         for event in self._answer.news(wire.event_of(response)):
             self._patience.progressed()
             yield event
 
     def pause_after(self, error: BatonError) -> float:
-        """Seconds until the next attempt. Raises `error` where there is none."""
+        """Return the seconds until the next attempt, or raise `error` if there is none."""
         self._turns.failed(self._turn, error)
         return self._patience.pause_after(error)
 
 
 class BatonClient:
-    """For threads. One client may be shared by many, and a KeyboardInterrupt leaves it as good as
-    it was."""
+    """Synchronous client, safe to share between threads.
+
+    A KeyboardInterrupt leaves it usable.
+    """
 
     def __init__(
         self, *targets: str, security: ChannelSecurity = PLAIN_CHANNEL, retry: Retry = DEFAULT_RETRY
     ) -> None:
-        """`targets`: HOST:PORT of routers of the same workers; without any, the one of `baton
-        up`."""
+        """Connect to `targets`, HOST:PORT of routers that share their workers.
+
+        Without targets, connect to the router of `baton up`.
+        """
         self.targets = checked_targets(targets or (DEFAULT_TARGET,))
         self._channels = [open_sync_channel(target, security=security) for target in self.targets]
         self._stubs = [GenerationStub(channel) for channel in self._channels]
@@ -171,8 +187,10 @@ class BatonClient:
     def generate(
         self, query: Query, *, timeout_s: float | None = None, traceparent: str = ""
     ) -> Generator[Event, None, None]:
-        """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace
-        context, if it has one."""
+        """Yield chunks as their tokens are generated, then one Finish per choice.
+
+        `traceparent` is the W3C trace context of the caller, if it has one.
+        """
         answer = _Attempts(query, timeout_s, self._retry, self._turns)
         while True:
             turn, request, left_s = answer.begin()
@@ -200,15 +218,15 @@ class BatonClient:
             time.sleep(pause_s)
 
     def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
-        """The whole answer; of several choices the first."""
+        """Return the whole response; with several choices, the first."""
         return self.choices(query, timeout_s=timeout_s)[0]
 
     def choices(self, query: Query, *, timeout_s: float | None = None) -> tuple[Completion, ...]:
-        """The whole answers, one per choice."""
+        """Return the whole responses, one per choice."""
         return wire.completions_of(self.generate(query, timeout_s=timeout_s))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """End requests, at whichever routers they run; returns those that were running."""
+        """Abort requests on all routers; return the ids of those that were running."""
         request, aborted, failures = (
             pb.AbortRequest(request_ids=request_ids),
             dict[str, None](),
@@ -220,7 +238,7 @@ class BatonClient:
                     answer = uninterrupted(partial(stub.Abort, request, timeout=CONTROL_TIMEOUT_S))
                     aborted |= dict.fromkeys(answer.aborted)
             except UnavailableError as error:
-                failures.append(error)  # nothing runs where nobody is
+                failures.append(error)  # an unreachable router runs no requests
         if len(failures) == len(self._stubs):
             raise failures[0]
         return tuple(aborted)
@@ -247,8 +265,10 @@ class BatonClient:
         )
 
     def flush_caches(self) -> tuple[FlushedCache, ...]:
-        """Empty the prefix caches of all workers; for operators. Answers stay the same, only slower
-        at first."""
+        """Empty the prefix caches of all workers (for operators).
+
+        Responses stay the same; the first ones after it are slower.
+        """
         return wire.flushed_caches_of(
             self._ask(
                 lambda stub: stub.FlushCaches(pb.FlushCachesRequest(), timeout=CONTROL_TIMEOUT_S)
@@ -256,7 +276,7 @@ class BatonClient:
         )
 
     def _ask(self, question: Callable[[GenerationStub], T]) -> T:
-        """One router after the other, until one answers."""
+        """Call one router after another until one responds."""
         failures: list[BatonError] = []
         while True:
             turn = self._turns.next()
@@ -271,13 +291,15 @@ class BatonClient:
 
 
 class AsyncBatonClient:
-    """For asyncio. Build it inside the running loop."""
+    """Client for asyncio; create it inside the running loop."""
 
     def __init__(
         self, *targets: str, security: ChannelSecurity = PLAIN_CHANNEL, retry: Retry = DEFAULT_RETRY
     ) -> None:
-        """`targets`: HOST:PORT of routers of the same workers; without any, the one of `baton
-        up`."""
+        """Connect to `targets`, HOST:PORT of routers that share their workers.
+
+        Without targets, connect to the router of `baton up`.
+        """
         self.targets = checked_targets(targets or (DEFAULT_TARGET,))
         self._channels = [open_channel(target, security=security) for target in self.targets]
         self._stubs = [GenerationStub(channel) for channel in self._channels]
@@ -301,8 +323,10 @@ class AsyncBatonClient:
     async def generate(
         self, query: Query, *, timeout_s: float | None = None, traceparent: str = ""
     ) -> AsyncGenerator[Event, None]:
-        """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace
-        context, if it has one."""
+        """Yield chunks as their tokens are generated, then one Finish per choice.
+
+        `traceparent` is the W3C trace context of the caller, if it has one.
+        """
         answer = _Attempts(query, timeout_s, self._retry, self._turns)
         while True:
             turn, request, left_s = answer.begin()
@@ -325,19 +349,19 @@ class AsyncBatonClient:
             await asyncio.sleep(pause_s)
 
     async def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
-        """The whole answer; of several choices the first."""
+        """Return the whole response; with several choices, the first."""
         return (await self.choices(query, timeout_s=timeout_s))[0]
 
     async def choices(
         self, query: Query, *, timeout_s: float | None = None
     ) -> tuple[Completion, ...]:
-        """The whole answers, one per choice."""
+        """Return the whole responses, one per choice."""
         return wire.completions_of(
             [event async for event in self.generate(query, timeout_s=timeout_s)]
         )
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """End requests, at whichever routers they run; returns those that were running."""
+        """Abort requests on all routers; return the ids of those that were running."""
         request, aborted, failures = (
             pb.AbortRequest(request_ids=request_ids),
             dict[str, None](),
@@ -350,7 +374,7 @@ class AsyncBatonClient:
                         (await stub.Abort(request, timeout=CONTROL_TIMEOUT_S)).aborted
                     )
             except UnavailableError as error:
-                failures.append(error)  # nothing runs where nobody is
+                failures.append(error)  # an unreachable router runs no requests
         if len(failures) == len(self._stubs):
             raise failures[0]
         return tuple(aborted)
@@ -379,8 +403,10 @@ class AsyncBatonClient:
         )
 
     async def flush_caches(self) -> tuple[FlushedCache, ...]:
-        """Empty the prefix caches of all workers; for operators. Answers stay the same, only slower
-        at first."""
+        """Empty the prefix caches of all workers (for operators).
+
+        Responses stay the same; the first ones after it are slower.
+        """
         return wire.flushed_caches_of(
             await self._ask(
                 lambda stub: stub.FlushCaches(pb.FlushCachesRequest(), timeout=CONTROL_TIMEOUT_S)
@@ -388,7 +414,7 @@ class AsyncBatonClient:
         )
 
     async def _ask(self, question: "Callable[[GenerationAsyncStub], Awaitable[T]]") -> T:
-        """One router after the other, until one answers."""
+        """Call one router after another until one responds."""
         failures: list[BatonError] = []
         while True:
             turn = self._turns.next()

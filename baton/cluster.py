@@ -1,15 +1,14 @@
-"""A whole Baton cluster on this machine: routers, prefill pools, decode pools, each stage a process
-of its own.
+"""A whole Baton cluster on this machine, with one process per router and per stage of a pool.
 
     async with LocalCluster(ClusterConfig(model=demo_model(), decode_pp=2), sink=print_line) as
     cluster:
-        ...cluster.address...                                # serving, by grpc health
+        ...cluster.address...                                # serving, by gRPC health
 
-    cluster.processes["decode-0.1"].kill()                   # comes back under the same address
+        cluster.processes["decode-0.1"].kill()               # restarts at the same address
 
-All start beside each other. Leaders announce the ports they got in files, where their stages and
-the routers read them. Each worker keeps to one core, where a core is what computes
-(`core_places.py`). Leaving the block, by whatever way, ends every process.
+All processes start in parallel. Leaders announce their ports in files that their stages and the
+routers read. On CPUs, each worker is pinned to one core (`core_places.py`). Leaving the block in
+any way ends every process.
 """
 
 import asyncio
@@ -54,7 +53,7 @@ _GATEWAY = "gateway"
 _NARRATOR = "baton"
 _REAP_S = 5.0
 _POLL_S = 0.1
-PROGRESS_S = 5.0  # between two reports of a start that takes long
+PROGRESS_S = 5.0  # between two reports of a slow start
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class _Pool:
     index: int
 
     def name(self, rank: int) -> str:
-        """Of a process of the pool, counted stage by stage."""
+        """Return the name of the process of this rank; ranks count stage by stage."""
         return f"{self.shape.role}-{self.index}" + (f".{rank}" if self.shape.pool_size > 1 else "")
 
     @property
@@ -80,7 +79,7 @@ def _usable_cores() -> list[int]:
 
 
 class LocalCluster:
-    """Use as an async context manager; inside, it serves."""
+    """Async context manager that runs a cluster; the cluster serves inside the block."""
 
     def __init__(self, config: ClusterConfig, *, sink: LogSink) -> None:
         config.check()
@@ -126,18 +125,18 @@ class LocalCluster:
         )
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
-        self._fork_server: ForkServer | None = None  # of its own
+        self._fork_server: ForkServer | None = None  # one per cluster
         self._link: ForkServerLink | None = None
         self.processes: dict[str, RoleProcess] = {}
 
     @property
     def address(self) -> str:
-        """Of the (first) router."""
+        """Return the address of the first router."""
         return self.addresses[0]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of all routers."""
+        """Return the addresses of all routers."""
         announcements = [self.processes[name].announcement for name in self._router_names]
         return tuple(
             announcement.address for announcement in announcements if announcement is not None
@@ -145,18 +144,19 @@ class LocalCluster:
 
     @property
     def http_address(self) -> str:
-        """Of the gateway, where there is one."""
+        """Return the address of the gateway, or "" if there is none."""
         announcement = self.processes[_GATEWAY].announcement
         assert announcement is not None
         return announcement.address
 
     @property
     def transport_text(self) -> str:
-        """Where UCX listens, for people."""
+        """Return a text that says on which devices UCX listens."""
         return transport_text(self._config.shapes, self._tables)
 
     def write_scrape_config(self) -> Path:
-        """A Prometheus configuration for the processes that run; gone with the cluster."""
+        """Write a Prometheus configuration for the running processes; it is deleted with the
+        cluster."""
         path = Path(self._folder.name) / "prometheus.yml"
         known = {name: process.announcement for name, process in self.processes.items()}
         path.write_text(
@@ -168,7 +168,7 @@ class LocalCluster:
         try:
             await self._or_first_failure(self._start())
         except BaseException:
-            self._is_quiet = True  # the failure is what matters, not how the others stop
+            self._is_quiet = True  # report the failure, not how the other processes stop
             await self.stop()
             raise
         return self
@@ -182,8 +182,11 @@ class LocalCluster:
         await self.stop()
 
     async def wait_serving(self, *, timeout_s: float) -> None:
-        """Until every router and every pool serve, at start or after a death. Raises
-        UnavailableError naming who does not."""
+        """Wait until every router and every pool serves, at start or after a failure.
+
+        Raises:
+            UnavailableError: not all serve after `timeout_s`; the message names those.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_s
         for process in self.processes.values():
             if process.spec.leads:
@@ -191,11 +194,11 @@ class LocalCluster:
                 await until_cluster_serves(process, self._config.security, timeout_s=left_s)
 
     async def restart(self, *names: str, timeout_s: float) -> None:
-        """Stop these processes of workers together, start them again, and wait until every pool
-        serves and the router knows.
+        """Restart these worker processes together; wait until every pool serves and the router
+        knows.
 
         Raises:
-            UnavailableError: not all serve after `timeout_s`; the message names who does not.
+            UnavailableError: not all serve after `timeout_s`; the message names those.
         """
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
@@ -211,16 +214,15 @@ class LocalCluster:
             while reasons := _not_back((await client.cluster_status()).workers, before, led):
                 if now() > deadline:
                     raise UnavailableError(
-                        f"the router does not see all serve after {timeout_s:g} s: "
-                        f"{'; '.join(reasons)}"
+                        f"the router does not see all workers serving after {timeout_s:g} s: {'; '.join(reasons)}"
                     )
                 await asyncio.sleep(_POLL_S)
 
     async def wait_ended(self) -> None:
-        """Until cancelled: processes that die are restarted. Raises what ends the watching of one.
+        """Restart processes that die, until cancelled; raise the error of a failed watcher.
 
-        Cancelled, it leaves the lives to `stop`: each ends with its process, and closes what
-        belongs to that.
+        Cancelling it does not cancel the watchers. `stop` ends them: each watcher ends with its
+        process and then closes the resources of that process.
         """
         try:
             await asyncio.gather(*map(asyncio.shield, self._lives.values()))
@@ -229,8 +231,10 @@ class LocalCluster:
             raise
 
     async def stop(self) -> None:
-        """The routers first, so that requests can end; then the workers. Nothing survives this
-        call."""
+        """Stop the routers first, so that requests can end, then the workers.
+
+        No process is left after this call.
+        """
         try:
             routers = [
                 process for process in self.processes.values() if process.spec.role == "router"
@@ -241,7 +245,7 @@ class LocalCluster:
                 )
         except (
             asyncio.CancelledError
-        ):  # at once, then: no life waits for a fork that is still to be made
+        ):  # all at once, so that no watcher waits for a fork that is still to come
             if self._link is not None:
                 self._link.close()
             raise
@@ -251,7 +255,7 @@ class LocalCluster:
             if self._lives:
                 await asyncio.wait(
                     self._lives.values(), timeout=_REAP_S
-                )  # they end with their processes
+                )  # the watchers end with their processes
             for life in self._lives.values():
                 life.cancel()
             await asyncio.gather(*self._lives.values(), return_exceptions=True)
@@ -264,7 +268,8 @@ class LocalCluster:
     async def _start(self) -> None:
         if self._config.forks_workers and self._config.fork_server is None:
             self._fork_server = ForkServer()
-        await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
+        # make the tokenizer once for all routers
+        await asyncio.to_thread(make_tokenizer, self._config.model)
         if self._config.http and find_tokenizer(self._config.model) is None:
             raise ConfigError(
                 f"--http needs a tokenizer: {self._config.model} has none", field="http"
@@ -291,7 +296,7 @@ class LocalCluster:
             process.settle()
 
     async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
-        """Run `start`, but end with a process's error as soon as one cannot start."""
+        """Run `start`, but raise a process's error as soon as the process cannot start."""
         starting, reporting = (
             asyncio.create_task(start),
             asyncio.create_task(self._report_progress()),
@@ -313,7 +318,7 @@ class LocalCluster:
             await asyncio.gather(starting, reporting, return_exceptions=True)
 
     async def _report_progress(self) -> None:
-        """Say how far each process is, and what it is waiting for, until cancelled."""
+        """Report how far each process is, and what it is waiting for, until cancelled."""
         began_s = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(max(PROGRESS_S, _POLL_S))
@@ -351,8 +356,10 @@ class LocalCluster:
         self._launch(name, "router", flags, leads=True)
 
     def _launch_gateway(self) -> None:
-        """It ends after the routers, when there is nothing left to wait for, and does not log bad
-        requests."""
+        """Launch the gateway, which ends after the routers.
+
+        By then it has no requests to wait for, and it does not log failed ones.
+        """
         level = "warning" if self._config.log_level == "info" else self._config.log_level
         flags = [flag for address in self.addresses for flag in ("--router", address)]
         flags += ["--drain-s", "1", "--log-level", level]
@@ -424,7 +431,7 @@ class LocalCluster:
         try:
             return await self._link.spawn(module, arguments, core=core, environment=environment)
         except UnavailableError as error:
-            self._say(f"a worker starts by itself: {error}")
+            self._say(f"a worker restarts by itself: {error}")
             return await spawn(module, arguments, core=core, environment=environment)
 
     async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
@@ -441,8 +448,10 @@ class LocalCluster:
 
 
 def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int) -> list[str]:
-    """Why the router cannot use all of them yet, `num_fresh` of which are incarnations it did not
-    know `before`."""
+    """Return the reasons why the router cannot use all workers yet.
+
+    `num_fresh` workers must be incarnations that are not in `before`.
+    """
     reasons = [
         f"{worker.role} {worker.address}: {worker.reason or 'does not serve'}"
         for worker in workers
@@ -450,5 +459,5 @@ def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int)
     ]
     missing = num_fresh - sum(worker.incarnation not in before for worker in workers)
     return reasons + (
-        [f"{missing} of the restarted processes it has not met"] if missing > 0 else []
+        [f"{missing} restarted processes are not known to it yet"] if missing > 0 else []
     )

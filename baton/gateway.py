@@ -1,11 +1,10 @@
-"""`baton gateway`: OpenAI's HTTP API in front of one or more routers, served by the published
-gateway `smg`.
+"""`baton gateway`: OpenAI's HTTP API in front of routers, served by the published gateway `smg`.
 
     baton gateway --router 127.0.0.1:7000 --listen 127.0.0.1:8000
 
-The routers run with `--vllm-engine`; the gateway reads their tokenizer from there, so it needs no
-model directory. What is set here is what differs from the gateway's own defaults, and why;
-`--flag=--tool-call-parser=qwen` gives it more.
+The routers run with `--vllm-engine`. The gateway gets their tokenizer from them, so it needs no
+model directory. This module sets only the flags that differ from the gateway's defaults, and gives
+the reasons. `--flag=--tool-call-parser=qwen` passes a further flag.
 """
 
 import argparse
@@ -34,24 +33,23 @@ from runtime.security.tokens import read_tokens
 
 DEFAULT_LISTEN = "127.0.0.1:8000"
 _MODULES = ("smg", "smg_grpc_proto")
-# Routers have the tokenizer; before it asks them, the gateway looks for what they call it on this
-# host and on a hub.
+# Before it asks the routers for the tokenizer, the gateway looks for its name on this host and on a
+# hub. This address makes the hub lookup fail at once.
 _NO_HUB = "http://127.0.0.1:9"
-_LOOK_S = 0.05  # between two looks at whether it is ready
+_LOOK_S = 0.05  # between two readiness checks
 _LOOK_TIMEOUT_S = 5.0
-# Of the gateway's levels: at its own "info" it logs every step of its start and every worker it
-# looks at.
+# Levels of the gateway. Its "info" logs every step of the start and every health check of a worker.
 _LEVELS = {"debug": "info", "info": "warn", "warning": "error", "error": "error"}
-# What a router does better, or what would hurt behind one:
+# The router does these better, or they harm when they run in front of a router.
 _ALWAYS = (
     "--backend",
     "vllm",
     "--policy",
     "round_robin",
-    # routers queue, and report themselves when they are full
+    # routers queue, and report when they are full
     "--disable-worker-overload-protection",
-    "--disable-retries",  # OpenAI's clients retry; two layers of it make a storm of an overload
-    # refuses a minute long after ten errors, with no other router to go to
+    "--disable-retries",  # clients of OpenAI's API retry; two layers of retries amplify an overload
+    # it rejects everything for a minute after ten errors, and there may be no other router
     "--disable-circuit-breaker",
     "--no-remove-unhealthy-workers",
     "--health-check-interval-secs",
@@ -59,7 +57,7 @@ _ALWAYS = (
     "--health-check-timeout-secs",
     "2",
     "--health-success-threshold",
-    "1",  # a router that comes back is used again within seconds
+    "1",  # use a router within seconds after it recovers
 )
 
 
@@ -67,7 +65,7 @@ class GatewayConfig(Config):
     """Settings of a gateway: flags and the [gateway] table of a TOML file."""
 
     router: tuple[PeerField, ...] = Field(
-        min_length=1, description="HOST:PORT of a router with --vllm-engine; several are allowed."
+        min_length=1, description="HOST:PORT of a router with --vllm-engine; repeatable."
     )
     listen: AddressField = Field(
         default=DEFAULT_LISTEN, description="HOST:PORT for HTTP; port 0 takes a free one."
@@ -76,44 +74,50 @@ class GatewayConfig(Config):
         default=None,
         ge=0,
         le=65535,
-        description="Port of Prometheus /metrics; default and 0: a free one.",
+        description="Port of Prometheus /metrics; default and 0: a free port.",
     )
-    metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")
+    metrics_host: str = Field(default="127.0.0.1", description="Address that serves /metrics.")
     announce: Path | None = Field(
-        default=None, description="File to write addresses to at the start (JSON)."
+        default=None, description="File to write the addresses to at startup (JSON)."
     )
-    tls_cert: Path | None = Field(
-        default=None, description="PEM certificate; clients then connect by HTTPS."
-    )
+    tls_cert: Path | None = Field(default=None, description="PEM certificate; enables HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM key of the certificate.")
     token_file: Path | None = Field(
-        default=None, description="API keys that clients must show, one per line."
+        default=None, description="File of API keys for clients, one per line."
     )
     stored_responses: int = Field(
         default=10_000,
         ge=0,
         le=1_000_000,
-        description="Responses kept in memory for later requests; 0: none.",
+        description="Number of responses kept in memory for later requests; 0: none.",
     )
     max_body_bytes: int = Field(
         default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request."
     )
     drain_s: int = Field(
-        default=30, ge=1, le=86_400, description="Seconds that SIGTERM leaves running requests."
+        default=30,
+        ge=1,
+        le=86_400,
+        description="Seconds that running requests may take after SIGTERM.",
     )
     flag: tuple[str, ...] = Field(
         default=(),
-        description="A further flag of `smg launch`, as --flag=--tool-call-parser=qwen; repeat.",
+        description="A further flag of `smg launch`, such as --flag=--tool-call-parser=qwen; "
+        "repeatable.",
     )
     log_level: str = Field(
-        default="info", description="Least level logged: debug, info, warning or error."
+        default="info", description="Minimum log level: debug, info, warning or error."
     )
     log_style: LogStyle = Field(
-        default=LogStyle.HUMAN, description="Log lines for people, or one JSON object per line."
+        default=LogStyle.HUMAN, description="Log format: text lines, or one JSON object per line."
     )
 
     def check(self) -> None:
-        """Raises ConfigError for what the single settings do not show."""
+        """Check settings that depend on each other.
+
+        Raises:
+            ConfigError: settings contradict each other.
+        """
         if self.log_level not in LEVELS:
             raise ConfigError(
                 f"log level must be one of {', '.join(LEVELS)}, got {self.log_level!r}",
@@ -121,25 +125,25 @@ class GatewayConfig(Config):
             )
         for field, path in (("tls_cert", self.tls_cert), ("tls_key", self.tls_key)):
             if path is not None and not path.is_file():
-                raise ConfigError(f"{field}: {path} is no file", field=field)
+                raise ConfigError(f"{field}: no such file: {path}", field=field)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key must be given together", field="tls_cert")
 
 
 def check_can_serve(listen: str, security: ChannelSecurity) -> None:
-    """Raises ConfigError where no gateway can be put before routers, which require `security`."""
+    """Raise ConfigError if no gateway can be in front of routers that require `security`."""
     parse_address(listen, field="http")
     check_installed()
     if security != PLAIN_CHANNEL:
         raise ConfigError(
-            "--http cannot be used with TLS or tokens between the processes: the gateway shows routers "
-            "neither",
+            "--http cannot be used with TLS or tokens between the processes: the gateway "
+            "presents neither to routers",
             field="http",
         )
 
 
 def check_installed() -> None:
-    """Raises ConfigError when the extra `http` is missing."""
+    """Raise ConfigError if the extra `http` is not installed."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -149,8 +153,11 @@ def check_installed() -> None:
 
 
 async def wait_ready(address: str, *, timeout_s: float) -> None:
-    """Until the gateway at HOST:PORT has a router that serves, and its tokenizer. Raises
-    UnavailableError naming what it lacks when that takes longer."""
+    """Wait until the gateway at HOST:PORT has a serving router and its tokenizer.
+
+    Raises:
+        UnavailableError: that takes longer than `timeout_s`; the message names the missing part.
+    """
     reason = "it does not listen"
     try:
         async with (
@@ -174,8 +181,11 @@ async def wait_ready(address: str, *, timeout_s: float) -> None:
 
 
 def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> list[str]:
-    """The arguments of `smg launch`, but for what must not be seen in a list of processes. Raises
-    ConfigError for a token file that cannot be used."""
+    """Return the arguments of `smg launch`, without secrets: process lists show arguments.
+
+    Raises:
+        ConfigError: the token file cannot be used.
+    """
     arguments = [
         *_ALWAYS,
         "--worker-urls",
@@ -212,7 +222,10 @@ def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> l
 
 
 def _keys(config: GatewayConfig) -> list[str]:
-    """Adding and removing routers over HTTP is closed by a key that is kept nowhere."""
+    """Return the keys of the clients and a random admin key, which is stored nowhere.
+
+    The admin key closes the HTTP calls that add and remove routers.
+    """
     keys = ["--control-plane-api-keys", f"baton:baton:admin:{secrets.token_hex(32)}"]
     if config.token_file is not None:
         for number, (name, token) in enumerate(read_tokens(config.token_file), 1):
@@ -226,11 +239,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def serve(config: GatewayConfig) -> None:
-    """Until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: the extra is missing, or a setting is refused.
-        UnavailableError: it cannot listen.
+        ConfigError: the extra is missing, or a setting is rejected.
+        UnavailableError: the gateway cannot listen.
     """
     config.check()
     check_installed()
@@ -245,7 +258,8 @@ def serve(config: GatewayConfig) -> None:
     )
     _refuse_own_texts(given)
     os.environ["HF_ENDPOINT"] = _NO_HUB
-    if config.announce is not None:  # it listens in a moment; /readiness reports when it serves
+    # it listens shortly after this; /readiness reports when it serves
+    if config.announce is not None:
         write_announcement(
             config.announce, Announcement(str(listen), metrics_port, os.getpid(), uuid.uuid4().hex)
         )
@@ -258,18 +272,18 @@ def serve(config: GatewayConfig) -> None:
 
 
 def _refuse_own_texts(given: Any) -> None:  # noqa: ANN401 - of a package that may not be installed
-    """Raises ConfigError for flags by which a gateway would render and read texts by files of its
-    own."""
+    """Raise ConfigError for flags that make the gateway render or read texts with its own files."""
     for flag in ("chat_template", "tokenizer_path", "model_path"):
         if getattr(given, flag):
             raise ConfigError(
-                f"flag: --{flag.replace('_', '-')} is not taken: routers render chats and read texts",
+                f"flag: --{flag.replace('_', '-')} is not allowed: routers render chats and read "
+                "texts",
                 field="flag",
             )
 
 
 def _chosen(config: GatewayConfig) -> tuple[Address, int]:
-    """Where to listen, with ports for those that were left open."""
+    """Return the address to listen on and the metrics port; choose ports that are left open."""
     listen = parse_address(config.listen, field="listen")
     if not listen.port:
         listen = Address(listen.host, _free_port(listen.host))
@@ -293,7 +307,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command(help="Serve OpenAI's HTTP API in front of one or more routers.")
 @flags_of(GatewayConfig, section="gateway")
 def gateway(flags: Flags, file: Path | None, checks_only: bool) -> None:  # noqa: FBT001
-    """Run a gateway until it is told to stop."""
+    """Run a gateway until it is stopped."""
     try:
         settings = load(GatewayConfig, section="gateway", flags=flags, file=file)
         if checks_only:

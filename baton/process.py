@@ -1,5 +1,4 @@
-"""One role process of a local cluster: started, watched, restarted under its old address,
-stopped."""
+"""One role process of a local cluster: start, supervision, restart at the same address, stop."""
 
 import asyncio
 import contextlib
@@ -19,41 +18,43 @@ from runtime.process.host_memory import num_oom_kills
 from runtime.process.start_progress import kernel_progress
 from runtime.process.supervision import EXIT_CONFIG
 
-# Called with the process's name and one line of its output.
+# Called with the name of the process and one line of its output.
 LogSink = Callable[[str, str], None]
-# Returns when the process that announced itself so serves; raises BatonError when that cannot be
-# found out.
+# Returns when the announced process serves; raises BatonError if that cannot be determined.
 UntilServing = Callable[[Announcement], Awaitable[None]]
 
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = (
     0.1,
     10.0,
-)  # pauses grow from death to death, until the process has served
-_REAP_S = 5.0  # a killed process to its end
-_LOOK_S = 0.02  # between two looks at the announcement: a file has no event to wait for
+)  # pauses grow from failure to failure until the process has served
+_REAP_S = 5.0  # for a killed process to exit
+_LOOK_S = 0.02  # between two looks at the announcement; a file has no event to await
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """`arguments` are the role's flags without those about its own addresses, which the restart
-    logic owns."""
+    """Command of a role process.
 
-    name: str  # "decode-0.1": pool 0, stage 1
-    role: str  # the module to run
+    `arguments` are the flags of the role, without its own addresses; `RoleProcess` adds those.
+    """
+
+    name: str  # "decode-0.1" is pool 0, stage 1
+    role: str  # module to run
     arguments: tuple[str, ...]
     listen: str
-    cores: tuple[int, ...] | None  # that it keeps to; None for all
+    cores: tuple[int, ...] | None  # cores to run on; None: all
     announce: Path
-    leads: bool  # the process whose health stands for its pool
+    leads: bool  # whether its health represents the pool
     metrics_port: int = 0  # 0: any
 
 
 class RoleProcess:
-    """`run` is the life of the process over all its restarts; everything else may be called beside
-    it.
+    """One role process over all its restarts.
 
-    Until `settle` is called an exit is an error: a process that cannot start is not worth a second
-    try. One that had served is started again almost at once; where it dies before it serves, pauses
+    `run` supervises the process; every other method may be called while it runs.
+
+    Until `settle` is called, an exit is an error: a process that cannot start is not retried. A
+    process that had served is restarted almost at once. If it dies before it serves, the pauses
     grow.
     """
 
@@ -71,8 +72,8 @@ class RoleProcess:
         self._spawn = spawn
         self._log_style = log_style  # of the lines about the process
         self._until_serving = until_serving
-        self._has_served = False  # in its present life
-        self._kernels = ""  # how far it is with them
+        self._has_served = False  # since its last start
+        self._kernels = ""  # progress of compiling kernels
         self._child: Child | None = None
         self._announcement: Announcement | None = None
         self._tail: deque[str] = deque(maxlen=20)
@@ -80,25 +81,25 @@ class RoleProcess:
         self._stopping = False
         self._restarting = False
         self._num_starts = 0
-        self._num_oom_kills = 0  # of this machine when the child started
+        self._num_oom_kills = 0  # on this machine, when the child started
 
     @property
     def pid(self) -> int | None:
-        """Of the child that runs now; None between two runs."""
+        """Return the process id of the running child, or None between two runs."""
         return (
             self._child.pid if self._child is not None and self._child.returncode is None else None
         )
 
     @property
     def progress(self) -> str:
-        """Return how far its present life has come, in a word or two."""
+        """Return the state of the current run in one or two words."""
         if self._has_served:
             return "serves"
         return "warms up" if self.spec.announce.exists() else self._kernels or "loads"
 
     @property
     def has_served(self) -> bool:
-        """Whether it serves, or has served, in its present life."""
+        """Return whether the process has served since its last start."""
         return self._has_served
 
     @property
@@ -107,20 +108,21 @@ class RoleProcess:
 
     @property
     def announcement(self) -> Announcement | None:
-        """Where it listens; stays the same over restarts."""
+        """Return the addresses of the process; they stay the same over restarts."""
         return self._announcement
 
     def settle(self) -> None:
-        """From now on a death is followed by a restart."""
+        """Restart the process whenever it dies from now on."""
         self._settled = True
 
     async def run(self) -> None:
-        """Start, and start again after each death.
+        """Start the process, and restart it each time it dies.
 
         Raises:
-            ConfigError: it refused its settings before `settle`.
-            UnavailableError: it ended otherwise before `settle`; the message has its last line, as
-                that of the other.
+            ConfigError: the process rejected its settings before `settle`.
+            UnavailableError: the process ended for another reason before `settle`.
+
+        Both messages contain the last line of the process.
         """
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopping:
@@ -152,25 +154,31 @@ class RoleProcess:
             backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
 
     async def announced(self, *, timeout_s: float) -> Announcement:
-        """The first announcement. Raises DeadlineError when there is none in time."""
+        """Return the first announcement.
+
+        Raises:
+            DeadlineError: there is none after `timeout_s`.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._listens():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
         if self._announcement is None:
             raise DeadlineError(
-                f"{self.spec.name} has not said where it listens after {timeout_s:.0f} s"
+                f"{self.spec.name} has not announced its address after {timeout_s:.0f} s"
             )
         return self._announcement
 
     async def stop(self, *, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to its whole group when the time is up."""
+        """Send SIGTERM; after `grace_s`, send SIGKILL to the process group."""
         self._stopping = True
         await self._end(grace_s)
 
     async def restart(self, *, grace_s: float) -> None:
-        """Stop it as an operator would, and start it again under its old address at once. Returns
-        when the old child is gone."""
+        """Stop the process as an operator would and restart it at its old address.
+
+        Return when the old child has exited.
+        """
         self._restarting = True
         await self._end(grace_s)
 
@@ -187,12 +195,12 @@ class RoleProcess:
             await asyncio.wait_for(child.wait(), _REAP_S)
 
     def end(self) -> None:
-        """End it for good, at once. The last resort."""
+        """Kill the process at once and do not restart it (the last resort)."""
         self._stopping = True
         self.kill()
 
     def kill(self) -> None:
-        """The process and its children die, as they might by themselves."""
+        """Kill the process and its children, as a crash would."""
         if self._child is not None:
             _kill(self._child)
 
@@ -201,7 +209,7 @@ class RoleProcess:
         return self._announcement is not None
 
     async def _run_once(self) -> int:
-        self._listens()  # where the last run did, so that this one does too
+        self._listens()  # restart at the address of the last run
         self.spec.announce.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         core = ALL_CORES if self.spec.cores is None else ",".join(map(str, self.spec.cores))
@@ -213,7 +221,7 @@ class RoleProcess:
         )
         self._num_starts += 1
         self._num_oom_kills = num_oom_kills()
-        if self._stopping:  # stopped while the child was being made
+        if self._stopping:  # stopped while the child was being created
             self.kill()
         self._has_served, self._kernels = False, ""
         watching = asyncio.create_task(self._watch_until_serving())
@@ -253,20 +261,20 @@ class RoleProcess:
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # longer than the limit; its remains follow as lines of their own
+            except ValueError:  # a line over the limit; the rest follows as further lines
                 continue
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             self._kernels = kernel_progress(text) or self._kernels
-            # The line that a process ends on is shown once: before `settle` in the error of `run`.
+            # Show the last line of a process once: before `settle` it is in the error of `run`.
             if self._settled or not message_of(text).startswith(self._own_prefix):
                 self._sink(self.spec.name, text)
 
     @property
     def _own_prefix(self) -> str:
-        """What the line begins with in which a role reports why it ends
+        """Return the prefix of the line in which a role reports why it ends
         (`runtime.process.supervision`)."""
         return f"{self.spec.role}: "
 
@@ -279,7 +287,7 @@ class RoleProcess:
         )
 
     def _last_words(self) -> str:
-        line = next((line for line in reversed(self._tail) if line), "it said nothing")
+        line = next((line for line in reversed(self._tail) if line), "no output")
         return message_of(line).removeprefix(self._own_prefix)
 
 

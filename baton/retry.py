@@ -1,5 +1,7 @@
-"""When a call that failed is made again, at which router, and what of its answer has come already,
-so that another router can go on with it. Pure: time and chance come in, decisions go out."""
+"""Decisions about retries: when to call again, at which router, and where to resume a response.
+
+Pure: time and random numbers are inputs, decisions are outputs.
+"""
 
 import math
 import random
@@ -21,20 +23,25 @@ from runtime.errors import (
 )
 
 FIRST_SUSPICION_S, LAST_SUSPICION_S = 0.5, 8.0
-SPREAD_S = 0.05  # over which the streams of a router that died go to the others
-MAX_JITTER = 0.25  # of the pause that a server gave, on top of it
-MAX_ASKED_S = 30.0  # of a pause that a server gave: what it waits for may be over long before
-MAX_NAP_S = 5.0  # between two attempts within such a pause
+SPREAD_S = 0.05  # spreads the streams of a failed router over the others
+MAX_JITTER = 0.25  # share of the server's retry delay that is added at random
+MAX_ASKED_S = 30.0  # limit on a server's retry delay, as the cause may end long before
+MAX_NAP_S = 5.0  # limit on one pause within such a delay
 
 
 @dataclass(frozen=True)
 class Retry:
-    """`attempts` of a call of which nothing has come; `resumptions`, one after the other without
-    anything new, of an answer that has begun. Workers that died of a request may have died from it,
-    so that is tried again only `lost` times. Pauses: what the server gives, at most `MAX_NAP_S`,
-    and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`. A server's longer
-    pause is an estimate, so attempts within it, up to `MAX_ASKED_S`, are not counted. No attempt
-    begins after the deadline."""
+    """Limits and pauses of retries.
+
+    `attempts` limits calls without any output. `resumptions` limits consecutive resumptions without
+    progress of a response that has begun. `lost` limits retries after workers died, as the request
+    may have caused it.
+
+    A pause is the server's retry delay, at most `MAX_NAP_S`, plus up to a quarter. Without a delay
+    from the server, it is `first_pause_s`, doubled up to `last_pause_s`. A longer delay of a server
+    is an estimate, so attempts within it, up to `MAX_ASKED_S`, are not counted. No attempt begins
+    after the deadline.
+    """
 
     attempts: int = 4
     resumptions: int = 10
@@ -48,8 +55,10 @@ NO_RETRY = Retry(attempts=1, resumptions=0, lost=0)
 
 
 class Targets:
-    """Routers take turns; one that failed is passed over for a while, unless all have. May be
-    shared by threads."""
+    """Rotation over routers, safe to share between threads.
+
+    A router that failed is skipped for a while, unless all have failed.
+    """
 
     def __init__(self, count: int, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
@@ -62,7 +71,7 @@ class Targets:
         return len(self._trusted_at_s)
 
     def next(self) -> int:
-        """The router to call."""
+        """Return the index of the router to call."""
         with self._lock:
             now, count = self._clock.now(), len(self)
             in_turn = [(self._turn + step) % count for step in range(count)]
@@ -71,12 +80,12 @@ class Targets:
             return chosen
 
     def answered(self, index: int) -> None:
-        """It lives."""
+        """Record that the router responded."""
         with self._lock:
             self._trusted_at_s[index], self._suspicion_s[index] = 0.0, FIRST_SUSPICION_S
 
     def failed(self, index: int, error: BatonError) -> None:
-        """Whether that counts against the router is decided here."""
+        """Record a failure, if it counts against the router."""
         if not _is_routers_own(error):
             return
         with self._lock:
@@ -86,7 +95,7 @@ class Targets:
 
 
 class Patience:
-    """With one call, from its first attempt to its end. `limit_s` is its deadline, from now."""
+    """Retry budget of one call over all its attempts; `limit_s` is its time limit from now."""
 
     def __init__(
         self,
@@ -102,20 +111,21 @@ class Patience:
         self._rng = rng
         self._ends_at_s = None if limit_s is None else clock.now() + limit_s
         self._has_begun = False
-        self._failures = 0  # in a row, with nothing new between them
+        self._failures = 0  # consecutive, without progress
         self._lost = 0
-        self._asked_until_s = -math.inf  # by the server, when a failure was last counted
+        # end of the server's retry delay, when a failure was last counted
+        self._asked_until_s = -math.inf
 
     def left_s(self) -> float | None:
-        """Until the deadline; None without one."""
+        """Return the seconds until the deadline, or None without one."""
         return None if self._ends_at_s is None else max(0.0, self._ends_at_s - self._clock.now())
 
     def progressed(self) -> None:
-        """Something came that had not come before."""
+        """Record that new output arrived."""
         self._has_begun, self._failures, self._asked_until_s = True, 0, -math.inf
 
     def pause_after(self, error: BatonError) -> float:
-        """Seconds until the next attempt. Raises `error` where there is none."""
+        """Return the seconds until the next attempt, or raise `error` if there is none."""
         self._failures += self._clock.now() >= self._asked_until_s
         self._lost += isinstance(error, PeerLostError | HandoffError)
         most = self._retry.resumptions + 1 if self._has_begun else self._retry.attempts
@@ -131,7 +141,7 @@ class Patience:
         if isinstance(error, DuplicateRequestError):
             return (
                 self._failures > 1 or self._has_begun
-            )  # its former self, which the router has not given up yet
+            )  # the request's former attempt, which the router has not ended yet
         return isinstance(error, CapacityError | UnavailableError | HandoffError)
 
     def _pause_s(self, error: BatonError) -> float:
@@ -149,18 +159,24 @@ class Patience:
 
 
 def _is_routers_own(error: BatonError) -> bool:
-    """Whether another router might do better at once: full pools and dead workers are the same for
-    all."""
+    """Return whether another router might succeed at once.
+
+    Full pools and lost workers are the same for all routers.
+    """
     return isinstance(error, UnavailableError) and not isinstance(error, PeerLostError)
 
 
 class AnswerSoFar:
-    """What has come of all choices of one query: each token arrives once. Every event of every
-    attempt passes through `news`."""
+    """Output that has arrived of all choices of one query; each token is delivered once.
+
+    Every event of every attempt passes through `news`.
+    """
 
     def __init__(self, query: Query, draw_seed: Callable[[], int]) -> None:
-        """A query that is drawn at random gets a seed, because the next router must draw with the
-        same one."""
+        """Start without output; give a sampled query a seed.
+
+        The next router must sample with the same seed.
+        """
         if query.sampling.seed is None and query.sampling.temperature != 0:
             query = replace(query, sampling=replace(query.sampling, seed=draw_seed()))
         self._query = query
@@ -169,15 +185,15 @@ class AnswerSoFar:
         self._drawn_by = dict(enumerate(query.resumed_from))
         self._finished: set[int] = set()
         self._held: dict[int, list[Chunk]] = {}
-        self._num_scored = 1  # positions of the prompt; the first has no score
+        self._num_scored = 1  # prompt positions; the first has no score
 
     @property
     def is_whole(self) -> bool:
-        """Every choice has finished."""
+        """Return whether every choice has finished."""
         return len(self._finished) >= self._num_choices
 
     def query(self) -> Query:
-        """The query of the next attempt. Text that was held back comes again."""
+        """Return the query of the next attempt; text that was held back is sent again."""
         self._held.clear()
         if not any(self._token_ids.values()):
             return self._query
@@ -189,7 +205,7 @@ class AnswerSoFar:
         )
 
     def news(self, event: Event) -> list[Event]:
-        """What of an event has not come before."""
+        """Return the parts of an event that have not arrived before."""
         index = event.index
         if index in self._finished:
             return []
@@ -203,14 +219,14 @@ class AnswerSoFar:
         if not event.token_ids:
             self._held.setdefault(index, []).append(
                 event
-            )  # until its finish is here: see GenerateRequest.resumed
+            )  # until its finish arrives: see GenerateRequest.resumed
             return []
         self._token_ids.setdefault(index, []).extend(event.token_ids)
         if not event.compatibility:
             return [event]
         if self._drawn_by.get(
             index
-        ):  # named before; another router names its own workers, which fit
+        ):  # named before; another router names its own workers, which are compatible
             return [replace(event, compatibility="")]
         self._drawn_by[index] = event.compatibility
         return [event]
@@ -233,7 +249,7 @@ class AnswerSoFar:
 
 
 def checked_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Each once. Raises InvalidRequestError without any."""
+    """Return the targets without duplicates, or raise InvalidRequestError if there are none."""
     if not targets:
         raise InvalidRequestError(FieldViolation("targets", "must name at least one router"))
     return tuple(dict.fromkeys(targets))

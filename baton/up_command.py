@@ -40,26 +40,26 @@ def up(
         int, typer.Option(help="Pipeline stages (processes) of each decode pool.")
     ] = 1,
     prefill_tp: Annotated[
-        int, typer.Option(help="Ranks (processes) that share each prefill stage.")
+        int, typer.Option(help="Tensor-parallel ranks (processes) of each prefill stage.")
     ] = 1,
     decode_tp: Annotated[
-        int, typer.Option(help="Ranks (processes) that share each decode stage.")
+        int, typer.Option(help="Tensor-parallel ranks (processes) of each decode stage.")
     ] = 1,
     prefill_dp_attention: Annotated[
-        int, typer.Option(help="Groups of the ranks of a prefill stage with requests of their own.")
+        int, typer.Option(help="Data-parallel attention groups of each prefill stage.")
     ] = 1,
     decode_dp_attention: Annotated[
-        int, typer.Option(help="Groups of the ranks of a decode stage with requests of their own.")
+        int, typer.Option(help="Data-parallel attention groups of each decode stage.")
     ] = 1,
     prefill_partition: Annotated[
-        str, typer.Option(help='Layers per prefill stage, like "3,5", or balanced.')
+        str, typer.Option(help='Layers per prefill stage, such as "3,5", or balanced.')
     ] = "",
     decode_partition: Annotated[
-        str, typer.Option(help='Layers per decode stage, like "3,5", or balanced.')
+        str, typer.Option(help='Layers per decode stage, such as "3,5", or balanced.')
     ] = "",
     routers: Annotated[
         int,
-        typer.Option(help="Number of routers before them; those after the first take free ports."),
+        typer.Option(help="Number of routers; all but the first take free ports."),
     ] = 1,
     listen: Annotated[
         str | None,
@@ -70,15 +70,15 @@ def up(
     memory_mb: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Cache memory of each worker in MiB; default: a share of what is free."
+            min=1, help="Cache memory of each worker in MiB; default: a share of the free memory."
         ),
     ] = None,
     max_context: Annotated[
         int | None,
         typer.Option(
             min=16,
-            help="Tokens of prompt and answer together; default: the "
-            "model's, or what the memory holds.",
+            help="Maximum tokens of prompt and output together; default: the model's limit, or as "
+            "many as fit into memory.",
         ),
     ] = None,
     http: Annotated[
@@ -88,34 +88,39 @@ def up(
         str | None, typer.Option(help="exact (same bits from every topology) or fast.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="model (its own type) or int8 (eight bits a weight).")
+        str | None,
+        typer.Option(
+            help="Weight type: model (the checkpoint's own) or int8 (eight bits a weight)."
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")
+        str | None, typer.Option(help="Device of the workers: cpu, cuda or cuda:N.")
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(help="How state moves: auto, shm, tcp or cuda.")
+        str | None, typer.Option(help="Transport of the KV cache: auto, shm, tcp or cuda.")
     ] = None,
     transport_interface: Annotated[
-        str | None, typer.Option(help="Network devices UCX listens on.", show_default="loopback")
+        str | None,
+        typer.Option(help="Network devices that UCX listens on.", show_default="loopback"),
     ] = None,
     draft: Annotated[
-        Path | None, typer.Option(help="Draft model; decode pools then speculate.")
+        Path | None, typer.Option(help="Draft model; enables speculative decoding in decode pools.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")
+        Path | None, typer.Option(help="TOML file with the tables router, prefill and decode.")
     ] = None,
     otel_endpoint: Annotated[
-        str | None, typer.Option(help="URL of an OTLP collector; traces go there.")
+        str | None, typer.Option(help="URL of an OTLP collector that receives traces.")
     ] = None,
     preload: Annotated[
-        bool, typer.Option(help="Load PyTorch once, and fork workers from there (CPU only).")
+        bool,
+        typer.Option(help="Load PyTorch once and fork the workers from that process (CPU only)."),
     ] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_style: Annotated[
         LogStyle | None,
         typer.Option(
-            help="Lines for people, or JSON: every line of every process.", show_default="human"
+            help="Log format: text, or JSON with every line of every process.", show_default="human"
         ),
     ] = None,
     tls_ca: TlsCa = None,
@@ -207,7 +212,8 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
             else f" --target {','.join(cluster.addresses)}"
         )
         served: ModelInfo | None = None
-        with suppress(BatonError):  # a client may have to show what this command was not given
+        # clients may have to show a certificate or token that this command does not have
+        with suppress(BatonError):
             async with AsyncBatonClient(
                 cluster.address, security=settings.security.to(PeerRole.ROUTER)
             ) as client:
@@ -219,5 +225,5 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
-            say("stopping when what runs has ended; Ctrl-C once more stops it at once")
+            say("stopping after running requests end; press Ctrl-C again to stop at once")
             raise

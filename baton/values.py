@@ -1,5 +1,7 @@
-"""What a client sends and receives, as plain values. Generated protobuf types stay behind
-`baton.wire`."""
+"""Requests and responses of a client as plain values.
+
+Only `baton.wire` sees the generated protobuf types.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +10,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an assistant's message asks for. `arguments` is a JSON object, as text."""
+    """Tool call of an assistant's message; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str = "{}"
@@ -17,9 +19,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """`role` as in the model's chat template: user, assistant, system, tool. The content is a text,
-    a tuple of the texts that OpenAI's API has in parts, or None beside calls. `tool_call_id`: of
-    the call that a tool answers."""
+    """Message of a chat.
+
+    `role` is a role of the model's chat template: user, assistant, system or tool. `content` is a
+    text, a tuple of the text parts of OpenAI's API, or None in a message with calls. `tool_call_id`
+    names the call that a tool message responds to.
+    """
 
     role: str
     content: str | tuple[str, ...] | None
@@ -31,8 +36,10 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. None leaves the server's default; 0 means 0. Ranges:
-    protos/baton/v1/types.proto."""
+    """Sampling parameters; None selects the server's default, 0 means 0.
+
+    Ranges: protos/baton/v1/types.proto.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -47,8 +54,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Stop:
-    """When generation ends, besides the model's own end-of-sequence tokens and its context
-    limit."""
+    """Conditions that end generation, besides end-of-sequence tokens and the context limit."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -59,8 +65,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the whole output must look like: exactly one of a JSON schema (as JSON text) and a
-    regular expression."""
+    """Constraint on the whole output: a JSON schema (as JSON text) or a regular expression."""
 
     json_schema: str | None = None
     regex: str | None = None
@@ -72,14 +77,20 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 @dataclass(frozen=True)
 class Query:
-    """One request. An empty `request_id` lets the server choose, an empty `model` takes the one
-    that is served. `speculate=False` declines drafts, `prefix_cache=False` what earlier prompts
-    left; both change its speed and nothing else. Requests share what they leave with those of the
-    same `cache_salt` alone. `resumed` goes on with an answer of which these tokens are here
-    already, per choice (protos/baton/v1/generation.proto); a client does so for what it began. For
-    chats: `tools` the model may call, in the form of OpenAI's API; `template_arguments` that its
-    chat template takes; `continue_final_message` goes on with the last message. Calls and reasoning
-    come as the text that the model writes."""
+    """One request.
+
+    An empty `request_id` lets the server choose one; an empty `model` selects the served model.
+    `speculate=False` disables speculative decoding and `prefix_cache=False` the reuse of cached
+    prompts; both change only the speed. Requests share cached pages only with requests of the same
+    `cache_salt`.
+
+    `resumed` continues a response of which these tokens have arrived, per choice
+    (protos/baton/v1/generation.proto). A client does so for responses that it began.
+
+    For chats: `tools` the model may call, in the form of OpenAI's API; `template_arguments` of the
+    chat template; `continue_final_message` continues the last message. Calls and reasoning arrive
+    as the text that the model writes.
+    """
 
     prompt: Prompt
     sampling: Sampling = Sampling()
@@ -89,24 +100,21 @@ class Query:
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
-    n: int | None = (
-        None  # choices; each has a seed of its own, see protos/baton/v1/generation.proto
-    )
+    n: int | None = None  # choices; each has its own seed, see protos/baton/v1/generation.proto
     priority: int = 0
     skip_text: bool = False
     speculate: bool | None = None
     prefix_cache: bool | None = None
     cache_salt: str = ""
     resumed: tuple[tuple[int, ...], ...] = ()
-    resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each choice that is resumed
+    resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each resumed choice
     tools: tuple[Mapping[str, object], ...] = ()
     template_arguments: Mapping[str, object] = field(default_factory=dict)
     continue_final_message: bool = False
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended: with a stop token or text, at a limit of tokens, or by whoever aborted
-    it."""
+    """Reason why a response ended: stop token or text, token limit, or abort."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -115,7 +123,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Usage:
-    """`cached_tokens` of the prompt's were not computed again."""
+    """Token counts; `cached_tokens` of the prompt were reused, not computed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -124,7 +132,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms; `top` is (token id, logprob), most likely first."""
+    """Natural logarithms of probabilities; `top` is (token id, logprob), most likely first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -132,8 +140,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """What the model made of prompt tokens, from `first_position` on; the first token of a prompt
-    has none."""
+    """Logprobs of prompt tokens from `first_position` on; the first token of a prompt has none."""
 
     first_position: int
     token_ids: tuple[int, ...]
@@ -142,7 +149,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds per part of the request's life; None where the part did not happen."""
+    """Seconds per part of the request; None if the part did not happen."""
 
     router_queue_s: float | None = None
     prefill_queue_s: float | None = None
@@ -156,8 +163,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens drawn in one step. `text` may lag behind: whole characters only, never part of a stop
-    string."""
+    """Tokens generated in one step.
+
+    `text` may lag: it holds whole characters only, and never part of a stop string.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -166,13 +175,15 @@ class Chunk:
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     index: int = 0  # of the choice
-    compatibility: str = ""  # in the first chunk with tokens: of the workers that draw them
+    compatibility: str = ""  # of the workers that generate; set in the first chunk with tokens
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The last event of a choice; `stop_string` or `stop_token_id` is what ended it, if one of them
-    did."""
+    """Last event of a choice.
+
+    `stop_string` or `stop_token_id` is set if one of them ended it.
+    """
 
     request_id: str
     reason: FinishReason
@@ -188,8 +199,10 @@ Event = Chunk | Finish
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `prompt_logprobs` are those of positions 1 and up, if they were requested and
-    it is choice 0."""
+    """Whole response of a choice.
+
+    `prompt_logprobs` are those of positions 1 and up, if requested and this is choice 0.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -200,7 +213,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is served, and within which limits."""
+    """Served model and its limits."""
 
     model: str
     architecture: str
@@ -211,13 +224,12 @@ class ModelInfo:
     has_tokenizer: bool
     has_chat_template: bool
     revision: str
-    default_sampling: Sampling = Sampling()  # what a request is drawn with that sets none of these
+    default_sampling: Sampling = Sampling()  # used for requests that set none of these
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the router and its workers are; see GetLoadResponse in
-    protos/baton/v1/generation.proto."""
+    """Load of the router and its workers (GetLoadResponse in protos/baton/v1/generation.proto)."""
 
     waiting_requests: int
     queued_requests: int
@@ -235,7 +247,7 @@ class Load:
 
 @dataclass(frozen=True)
 class DataRankStatus:
-    """What one data rank of a pool has to do, and room for."""
+    """Load and capacity of one data rank of a pool."""
 
     queued_requests: int
     running_requests: int
@@ -260,18 +272,16 @@ class WorkerStatus:
     slots_total: int
     slots_free: int
     open_sessions: int
-    busy_s: float = 0.0  # how long its engine has been within its present step
+    busy_s: float = 0.0  # duration of the engine's current step so far
     prompt_tokens: int = 0  # computed since its start
-    output_tokens: int = 0  # drawn since its start
-    tensor_size: int = 1  # ranks (processes) that share each stage
-    data_ranks: tuple[
-        DataRankStatus, ...
-    ] = ()  # groups of these with requests of their own, where there are several
+    output_tokens: int = 0  # generated since its start
+    tensor_size: int = 1  # tensor-parallel ranks (processes) of each stage
+    data_ranks: tuple[DataRankStatus, ...] = ()  # data ranks of the pool, if there are several
 
 
 @dataclass(frozen=True)
 class FlushedCache:
-    """One worker's prefix cache: how many pages it gave up, or why it did not."""
+    """Flushed prefix cache of one worker: the number of evicted pages, or the error."""
 
     role: str
     address: str
@@ -281,7 +291,7 @@ class FlushedCache:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What `baton status` shows. Waiting requests are those a router holds back."""
+    """State of a cluster as `baton status` shows it; waiting requests are queued in a router."""
 
     model: str
     waiting_requests: int

@@ -1,6 +1,6 @@
-"""Whether processes of a local cluster serve, and what those that do not are waiting for.
+"""Whether processes of a local cluster serve, and what the others are waiting for.
 
-Answers come from the processes themselves: health, a leader's own reports, and what a router knows
+The processes themselves report this: by health, by a leader's own reports, and by a router's view
 of its workers.
 """
 
@@ -25,7 +25,7 @@ from runtime.rpc.unreachable import reach_problem
 from runtime.security.access import ChannelSecurity, PeerRole
 
 GATEWAY_MODULE = "baton.gateway"
-ASK_S = 2.0  # for a process to say what it is waiting for
+ASK_S = 2.0  # for a process to report what it is waiting for
 _SERVICES = {
     "router": "baton.v1.Generation",
     "prefill": "baton.v1.Prefill",
@@ -40,8 +40,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 async def until_serving(
     spec: ProcessSpec, announcement: Announcement, security: ChannelSecurity, *, timeout_s: float
 ) -> None:
-    """Return when the process serves; a stage that does not lead serves once it has joined. Raises
-    UnavailableError."""
+    """Return when the process serves; a stage that does not lead serves once it has joined.
+
+    Raises:
+        UnavailableError: it does not serve after `timeout_s`.
+    """
     if spec.role == GATEWAY_MODULE:
         await wait_ready(announcement.address, timeout_s=timeout_s)
         return
@@ -54,9 +57,12 @@ async def until_serving(
 async def until_cluster_serves(
     process: RoleProcess, security: ChannelSecurity, *, timeout_s: float
 ) -> None:
-    """Return when a process that stands for others, a leader or a router, serves. Raises
-    UnavailableError saying what it is waiting for, also as soon as a router's workers turn out not
-    to fit together."""
+    """Return when a leader or a router serves.
+
+    Raises:
+        UnavailableError: it does not serve after `timeout_s`, or the workers of a router are
+            incompatible; says what it is waiting for.
+    """
     announcement = process.announcement
     assert announcement is not None
     serving = until_serving(process.spec, announcement, security, timeout_s=timeout_s)
@@ -73,8 +79,10 @@ async def until_cluster_serves(
 
 
 async def reason_of(process: RoleProcess, security: ChannelSecurity) -> str:
-    """Return what a process that listens is waiting for, or why it cannot be asked. Empty where it
-    serves, does not listen yet or does not say."""
+    """Return what a listening process is waiting for, or why it cannot be asked.
+
+    Empty if it serves, does not listen yet or does not report a reason.
+    """
     spec = process.spec
     announcement = process.announcement or read_announcement(spec.announce)
     if announcement is None or spec.role == GATEWAY_MODULE:
@@ -96,11 +104,11 @@ async def reason_of(process: RoleProcess, security: ChannelSecurity) -> str:
     except grpc.aio.AioRpcError as error:
         return _cut(f"cannot be asked: {reach_problem(error.details())}") if is_lost(error) else ""
     except TimeoutError:
-        return "does not answer"
+        return "does not respond"
 
 
 async def _leader_s_reason(channel: grpc.aio.Channel) -> str:
-    """What a leader reports; only routers and operators may ask, where there are certificates."""
+    """Return the reason that a leader reports; with TLS, only routers and operators may ask."""
     async for response in worker_pb2_grpc.WorkerStub(channel).Watch(
         worker_pb2.WatchRequest(interval_s=ASK_S)
     ):
@@ -116,9 +124,13 @@ def _service_of(spec: ProcessSpec) -> str:
 async def _unless_unpaired(
     serving: Coroutine[None, None, None], router: str, security: ChannelSecurity
 ) -> None:
-    """Wait for `serving`, but raise UnavailableError as soon as the router knows usable workers of
-    both roles, and none of them fits another: all of a role here have the same settings, and those
-    do not change."""
+    """Wait for `serving`, but fail as soon as the router's workers turn out to be incompatible.
+
+    All workers of a role here have the same settings, which do not change.
+
+    Raises:
+        UnavailableError: workers of both roles are usable, and no two are compatible.
+    """
     waiting = asyncio.create_task(serving)
     try:
         while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
@@ -126,7 +138,7 @@ async def _unless_unpaired(
             if {worker.role for worker in usable} == set(ROLES) and all(
                 worker.reason for worker in usable
             ):
-                raise UnavailableError("its workers serve, but do not fit together")
+                raise UnavailableError("its workers serve, but are incompatible")
         await waiting
     finally:
         waiting.cancel()
@@ -134,7 +146,7 @@ async def _unless_unpaired(
 
 
 async def _workers(router: str, security: ChannelSecurity) -> Sequence[WorkerStatus]:
-    """As the router sees them; none where it does not answer."""
+    """Return the workers as the router sees them, or none if it does not respond."""
     with contextlib.suppress(BatonError):
         async with AsyncBatonClient(router, security=security) as client:
             return (await client.cluster_status()).workers
@@ -142,7 +154,7 @@ async def _workers(router: str, security: ChannelSecurity) -> Sequence[WorkerSta
 
 
 def _problems(workers: Sequence[WorkerStatus]) -> list[str]:
-    """Of those that the router cannot use."""
+    """Return the reasons of the workers that the router cannot use."""
     return [
         f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason
     ]

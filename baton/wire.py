@@ -1,5 +1,7 @@
-"""Values to protobuf messages and back: the only file of this package that sees generated types'
-fields."""
+"""Conversion between values and protobuf messages.
+
+No other file of this package reads fields of generated types.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,8 +49,12 @@ _LIMITS = {
 
 
 def request_of(query: Query) -> pb.GenerateRequest:
-    """Raises InvalidRequestError naming the field whose value has no place in a message, such as a
-    negative count."""
+    """Return the message of a query.
+
+    Raises:
+        InvalidRequestError: a value does not fit its field, such as a negative count; names the
+            field.
+    """
     request, stop = pb.GenerateRequest(), query.stop
     request.sampling.SetInParent()
     _put(
@@ -94,12 +100,12 @@ def request_of(query: Query) -> pb.GenerateRequest:
 
 
 def _put(message: Message, path: str, values: Mapping[str, object]) -> None:
-    """Set fields; None leaves one unset. `path` is where the message stands in the request."""
+    """Set fields of a message; None leaves a field unset. `path` is its place in the request."""
     for name, value in values.items():
         field = message.DESCRIPTOR.fields_by_name[name]
         if (
             isinstance(value, str | bytes) and field.is_repeated
-        ):  # else each of its characters would be one
+        ):  # else each character would become an item
             raise InvalidRequestError(
                 FieldViolation(path + name, f"must be a list, got {type(value).__name__}")
             )
@@ -141,7 +147,8 @@ def _put_prompt(request: pb.GenerateRequest, query: Query) -> None:
         raise InvalidRequestError(
             FieldViolation(
                 "prompt",
-                "must be chat messages, which tools, template arguments and a continued message belong to",
+                "must be chat messages if tools, template arguments or a continued message are "
+                "given",
             )
         )
     if isinstance(prompt, str):
@@ -206,7 +213,7 @@ def _json_of(field: str, value: Mapping[str, object]) -> str:
 
 
 def event_of(response: pb.GenerateResponse) -> Event:
-    """Raises InternalError for an event this client does not know."""
+    """Return the event of a response, or raise InternalError if it is unknown."""
     kind = response.WhichOneof("event")
     if kind == "chunk":
         chunk = response.chunk
@@ -224,7 +231,7 @@ def event_of(response: pb.GenerateResponse) -> Event:
         )
     if kind == "finish":
         return _finish_of(response)
-    raise InternalError(f"the server sent an event this client does not know: {kind}")
+    raise InternalError(f"the server sent an unknown event: {kind}")
 
 
 def _finish_of(response: pb.GenerateResponse) -> Finish:
@@ -236,9 +243,7 @@ def _finish_of(response: pb.GenerateResponse) -> Finish:
         if finish.timings.HasField(f.name)
     }
     if finish.reason not in _REASONS:
-        raise InternalError(
-            f"the server sent a finish reason this client does not know: {finish.reason}"
-        )
+        raise InternalError(f"the server sent an unknown finish reason: {finish.reason}")
     return Finish(
         request_id=response.request_id,
         reason=_REASONS[finish.reason],
@@ -267,8 +272,11 @@ def _prompt_logprobs_of(item: types_pb2.PromptLogprobs) -> PromptLogprobs:
 
 
 def completions_of(events: Iterable[Event]) -> tuple[Completion, ...]:
-    """Every choice from the events of a stream, by index. Raises InternalError when one ended
-    without a finish."""
+    """Return every choice of a stream, by index.
+
+    Raises:
+        InternalError: a choice ended without a finish.
+    """
     by_index: dict[int, list[Event]] = {}
     for event in events:
         by_index.setdefault(event.index, []).append(event)
@@ -278,8 +286,11 @@ def completions_of(events: Iterable[Event]) -> tuple[Completion, ...]:
 
 
 def completion_of(events: Iterable[Event]) -> Completion:
-    """A whole answer from the events of its choice. Raises InternalError when the stream ended
-    without a finish."""
+    """Return the whole response of one choice from its events.
+
+    Raises:
+        InternalError: the stream ended without a finish.
+    """
     events = list(events)
     chunks = [event for event in events if isinstance(event, Chunk)]
     if not events or not isinstance(events[-1], Finish):

@@ -436,7 +436,7 @@ async def test_roles_answer_help_themselves(role: str) -> None:
 async def test_the_list_of_commands_has_their_whole_summaries() -> None:
     done = await baton("--help", environment={"COLUMNS": "80"})
     _, _, commands = done.stdout.partition("Commands:")
-    assert "  load      Measure how a cluster keeps up with a load.\n" in commands
+    assert "  load      Measure how a cluster performs under load.\n" in commands
     assert "..." not in commands
 
 

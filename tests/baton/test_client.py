@@ -217,7 +217,7 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
         (
             Query("x", template_arguments={"a": 1}),
             "prompt",
-            "must be chat messages, which tools, template arguments",
+            "must be chat messages if tools, template arguments",
         ),
         (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
     ],
@@ -296,7 +296,7 @@ async def test_a_call_that_grpc_gives_up_is_not_said_to_meet_nobody() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with AsyncBatonClient(f"127.0.0.1:{port}", retry=NO_RETRY) as client:
-        with pytest.raises(errors.UnavailableError, match="gave the call up before it answered"):
+        with pytest.raises(errors.UnavailableError, match="cancelled the call before it responded"):
             await client.complete(Query("x"))
     await server.stop(0)
 

@@ -447,7 +447,7 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
         child.send_signal(number)
         assert child.wait(60) == 0
         assert child.stdout is not None
-        assert "stopping when what runs has ended" in child.stdout.read()
+        assert "stopping after running requests end" in child.stdout.read()
     assert "router: 127.0.0.1:" in said
     assert len(started) == 3
     assert not any(map(alive, started))
@@ -512,7 +512,7 @@ def test_a_second_signal_ends_up_at_once_and_in_order(tmp_path: Path) -> None:
         for pid in started:
             os.kill(pid, signal.SIGSTOP)  # none ends by itself
         child.send_signal(signal.SIGINT)
-        read_until(child, "stopping when what runs has ended")
+        read_until(child, "stopping after running requests end")
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 1
         assert child.stderr is not None

@@ -123,4 +123,4 @@ async def test_what_does_not_answer_is_not_waited_for(
         write_announcement(
             process.spec.announce, Announcement("{}:{}".format(*silent.getsockname()), None, 1, "x")
         )
-        assert await reason_of(process, PLAIN_CHANNEL) == "does not answer"
+        assert await reason_of(process, PLAIN_CHANNEL) == "does not respond"

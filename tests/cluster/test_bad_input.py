@@ -108,7 +108,7 @@ async def test_pools_of_different_geometry_are_never_paired(
     config = tmp_path / "baton.toml"
     config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 64\n")
     with pytest.raises(
-        UnavailableError, match="router: its workers serve, but do not fit together"
+        UnavailableError, match="router: its workers serve, but are incompatible"
     ) as failed:
         async with running_cluster(checkpoint, worker_flags=("--config", os.fspath(config))):
             pass
