@@ -21,7 +21,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.attention.paged_attention import attend_in_place
 from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.tokens.norm_rope import write_tokens
+from engine.kernels.host.tokens.kv_writes import write_tokens
 from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 

@@ -19,7 +19,7 @@ from engine.backends.cpu.attention import attend
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.codegen.compiled import Team, dense_tokens
-from engine.kernels.host.tokens.norm_rope import write_tokens
+from engine.kernels.host.tokens.kv_writes import write_tokens
 from engine.kernels.rows_in_place import RowsInPlace
 from engine.memory.layout import NULL_INDEX
 from engine.speculative.attention.multistep import num_branches_of

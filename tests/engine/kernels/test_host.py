@@ -21,12 +21,12 @@ from engine.kernels.host.codegen.compiled import (
     launch_integers,
     record,
 )
+from engine.kernels.host.tokens.kv_writes import write_tokens
 from engine.kernels.host.tokens.norm_rope import (
     add_and_norm,
     norm_and_rotate,
     rms_norm,
     rotate_halves,
-    write_tokens,
 )
 from runtime.errors import InternalError
 

@@ -11,7 +11,7 @@ from engine.kernels.host.build.kernel_list import Kernel
 from engine.kernels.host.codegen import program
 from engine.kernels.host.linear import packed_linear_kernel, packing
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
-from engine.kernels.host.tokens import norm_rope, row_ops, sampling
+from engine.kernels.host.tokens import kv_writes, norm_rope, row_ops, sampling
 from pool.process import PoolRole
 from pool.stage import kernels as stage_kernels
 from pool.stage.config import WorkerConfig
@@ -22,7 +22,7 @@ from tests.support.models.checkpoints import make_checkpoint
 
 ALWAYS = {packed_linear_kernel.compiled_for, packing.compiled, sampling.compiled}
 RECURRENT = {causal_conv.compiled_for, gates.gates_for, gates.norm_for}
-ATTENDS = {paged_attention.compiled_for, norm_rope.tables_for, norm_rope.writes_for}
+ATTENDS = {paged_attention.compiled_for, norm_rope.tables_for, kv_writes.writes_for}
 STEPS = {program.load_runner, row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for}
 
 

@@ -13,7 +13,7 @@ from engine.kernels.host.codegen.amx import has_tiles
 from engine.kernels.host.codegen.compiled import STORED_AS, has_kernels
 from engine.kernels.host.linear import int8, packed_linear_kernel, packing
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
-from engine.kernels.host.tokens import norm_rope, row_ops, sampling
+from engine.kernels.host.tokens import kv_writes, norm_rope, row_ops, sampling
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def kernels() -> Iterator[Kernel]:
             int8.compiled_for,
             norm_rope.rotation_for,
             norm_rope.tables_for,
-            norm_rope.writes_for,
+            kv_writes.writes_for,
             row_ops.sum_for,
             row_ops.copies_for,
             row_ops.gathers_for,
@@ -114,7 +114,7 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (True, Kernel(sampling.compiled)),
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(norm_rope.tables_for, (dtype,))),
-        (needs.attends, Kernel(norm_rope.writes_for, (dtype,))),
+        (needs.attends, Kernel(kv_writes.writes_for, (dtype,))),
         *(
             (draws, Kernel(kernel, (dtype,)))
             for kernel in (row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for)

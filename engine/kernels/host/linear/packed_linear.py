@@ -31,13 +31,12 @@ from engine.kernels.host.codegen.tiles import is_tiled
 from engine.kernels.host.linear.int8 import CodedRows, coded, coded_blocks
 from engine.kernels.host.linear.packed_linear_kernel import (
     SHARE_FIELDS,
-    STREAM_ROWS,
-    TILE_ROWS,
     compiled_for,
     instructions,
     streams,
 )
 from engine.kernels.host.linear.packing import SEGMENTS, Segments, arranged, pack
+from engine.kernels.host.linear.product_sums import STREAM_ROWS, TILE_ROWS
 from engine.kernels.host.tokens.row_ops import apart, rows_for_product
 from runtime.errors import InternalError
 
