@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool.prefix.tree import HALF_LIFE_S, HIT_WEIGHT, Changed, Found, PrefixTree, ResumeRule
+from pool.prefix.eviction import HALF_LIFE_S, HIT_WEIGHT
+from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
 from runtime.clock import ManualClock
 from runtime.digests import NAME_BYTES
 from runtime.errors import InternalError
