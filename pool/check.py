@@ -18,8 +18,8 @@ from engine.core.numerics import Numerics
 from engine.memory.budget import decode_requests, stage_costs
 from engine.pipeline.ranks import StageRanks
 from pool.stage.config import WorkerConfig
+from pool.stage.plan import StagePlan, plan_stage
 from pool.stage.pool_size import memory_of, resume_notice
-from pool.stage.stage import StagePlan, plan_stage
 from runtime.config import load
 from runtime.errors import BatonError
 from runtime.model_files.config import read_config

@@ -31,7 +31,8 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.kernels import compile_kernels
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
-from pool.stage.stage import Stage, build_stage, max_frame_bytes, naming_memory, plan_stage
+from pool.stage.plan import max_frame_bytes, naming_memory, plan_stage
+from pool.stage.stage import Stage, build_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from runtime.clock import SystemClock

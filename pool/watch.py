@@ -17,7 +17,7 @@ from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.stage.config import WorkerConfig
 from pool.stage.metrics import LeaderMeters, SchedulerLoad
-from pool.stage.stage import StagePlan
+from pool.stage.plan import StagePlan
 from protos import types_pb2, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError

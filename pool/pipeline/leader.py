@@ -26,7 +26,8 @@ from pool.pipeline.stage_channel import (
     open_pool_channel,
 )
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import Stage, max_frame_bytes
+from pool.stage.plan import max_frame_bytes
+from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.digests import Compatibility

@@ -21,7 +21,7 @@ from pool.pipeline.group import Session, SessionReports
 from pool.pipeline.leader import Leader
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.stage.metrics import LeaderMeters
-from pool.stage.stage import StagePlan
+from pool.stage.plan import StagePlan
 from protos import types_pb2
 from runtime.clock import HELD_UP_S
 from runtime.digests import block_names

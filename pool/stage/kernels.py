@@ -10,7 +10,7 @@ from engine.kernels.host.build.kernel_list import ModelNeeds, kernels_of
 from engine.kernels.host.build.precompile import compile_ahead
 from engine.memory.layout import CacheKind
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import StagePlan
+from pool.stage.plan import StagePlan
 
 
 def compile_kernels(config: WorkerConfig, plan: StagePlan, *, reads_prompts: bool) -> None:

@@ -19,7 +19,7 @@ from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from runtime.errors import ConfigError
 from tests.decode.test_nextn import WANTED
 from tests.decode.test_speculation import assert_nothing_leaked, shown

@@ -13,7 +13,7 @@ from models.blocks.attention import AttentionSpec, Rotation
 from models.blocks.moe import MoeSpec
 from models.loader import read_model
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
 from tests.support.models.quantized import fp8

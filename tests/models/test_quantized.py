@@ -26,7 +26,7 @@ from models.drafts.loader import read_draft
 from models.loader import read_model
 from models.quantized_formats import open_checkpoint
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from runtime.digests import check_compatible
 from runtime.errors import ConfigError, IncompatiblePeerError
 from runtime.model_files.weights import loaded_bytes

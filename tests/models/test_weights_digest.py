@@ -12,7 +12,7 @@ from models.decoder import EMBEDDING
 from models.loader import read_model
 from models.weights_digest import PoolWeights, StageWeights, WeightsDigest, check_copies
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from runtime.digests import check_compatible
 from runtime.errors import IncompatiblePeerError
 from tests.models.conftest import CheckpointMaker

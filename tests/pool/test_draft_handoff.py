@@ -20,7 +20,7 @@ from models.drafts.loader import DraftDescription
 from models.loader import read_model
 from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from runtime.digests import Compatibility, check_compatible
 from runtime.errors import IncompatiblePeerError
 from tests.support.cluster.one_process import cluster_in_process

@@ -25,7 +25,7 @@ from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from models.loader import read_model
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from tests.decode.test_layerwise import layerwise
 from tests.decode.test_nextn import nextn
 from tests.support.cluster.one_process import cluster_in_process

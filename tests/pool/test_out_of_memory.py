@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import naming_memory, plan_stage
+from pool.stage.plan import naming_memory, plan_stage
 from runtime.errors import CapacityError
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"

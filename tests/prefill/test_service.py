@@ -25,8 +25,8 @@ from pool.request import router_call
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
+from pool.stage.plan import StagePlan
 from pool.stage.pool_size import PoolSize
-from pool.stage.stage import StagePlan
 from prefill import service as prefill_service
 from prefill.prompts import PrefillLimits
 from prefill.scheduler import PrefillScheduler

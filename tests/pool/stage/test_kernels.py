@@ -16,7 +16,7 @@ from pool.process import PoolRole
 from pool.stage import kernels as stage_kernels
 from pool.stage.config import WorkerConfig
 from pool.stage.kernels import compile_kernels
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from prefill.worker import PrefillRole
 from tests.support.models.checkpoints import make_checkpoint
 

@@ -9,8 +9,8 @@ import pytest
 from models.loader import read_model
 from models.weights_digest import PoolWeights
 from pool.stage.config import MIN_CONTEXT_TOKENS, WorkerConfig
+from pool.stage.plan import plan_stage
 from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
-from pool.stage.stage import plan_stage
 from router.api.readiness import WARM_UP_PROMPT, WARM_UP_TOKENS
 from runtime.config import load
 from runtime.errors import ConfigError

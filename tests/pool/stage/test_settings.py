@@ -10,7 +10,7 @@ import pytest
 
 from engine.memory.budget import decode_requests
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 from runtime.errors import IncompatiblePeerError
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.checkpoints import make_checkpoint

@@ -11,7 +11,7 @@ from engine.memory.layout import CacheKind
 from models.weights_digest import PoolWeights
 from pool.check import report
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import StagePlan, plan_stage
+from pool.stage.plan import StagePlan, plan_stage
 from prefill.worker import PrefillRole
 from runtime.errors import ConfigError
 from tests.support.drafts.eagle import save_draft

@@ -26,8 +26,8 @@ from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
+from pool.stage.plan import StagePlan
 from pool.stage.pool_size import PoolSize
-from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock

@@ -1,0 +1,244 @@
+"""The plan of a stage: its layers, ranks, weights and frames, before anything is loaded."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
+from engine.core.numerics import HOST
+from engine.memory.budget import describe_pools
+from engine.memory.layout import CacheSpec, PoolGeometry
+from engine.pipeline.ranks import MAX_PART_BYTES
+from models.loader import ModelDescription, read_model
+from models.weights_digest import PoolWeights
+from pool.stage.config import BALANCED, WorkerConfig
+from pool.stage.pool_size import (
+    Memory,
+    PoolNeeds,
+    PoolSize,
+    memory_of,
+    plan_pool_size,
+    resume_notice,
+)
+from pool.stage.settings import stage_settings
+from pool.stage.speculation import SpeculationPlan, check_frozen, plan_speculation
+from runtime.digests import Compatibility
+from runtime.errors import CapacityError, ConfigError
+from runtime.grammar import MAX_GRAMMAR_BYTES
+from runtime.process.host_memory import MIB, is_out_of_memory, memory_left
+from transfer.plan.compatibility import compatibility
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of a stage, derived from checkpoint and configuration alone.
+
+    It is the same on every stage, except for `geometry.layers`. A draft model whose cache is part
+    of the handoff counts as further layers of the last stage, in `ranges` and `geometry`.
+    """
+
+    description: ModelDescription
+    ranges: list[LayerRange]
+    geometry: PoolGeometry
+    settings: Mapping[str, str]  # settings that all stages of a pool must share, by name
+    size: PoolSize
+    max_held: int  # requests that hold memory at the same time
+    speculation: SpeculationPlan | None = None
+    # Records for the states of trees, including the null record; 0 if no layer keeps states.
+    num_scratch: int = 0
+    resume_notice: str = ""  # text for operators about the positions at which prompts resume
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Return the most tokens of prompt and output together."""
+        return self.size.context_tokens
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Return the texts that an operator should know about this model on this machine."""
+        draft = () if self.speculation is None else self.speculation.draft.notices
+        found = (*self.description.notices, *draft, self.size.notice, self.resume_notice)
+        # Duplicates are dropped: a draft may be part of the model's own files.
+        return tuple(dict.fromkeys(notice for notice in found if notice))
+
+    @property
+    def model_layers(self) -> LayerRange:
+        """Return the target model's layers of this stage."""
+        return self.geometry.layers.intersect(LayerRange(0, self.description.facts.num_layers))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
+
+    def compatibility(self, weights: PoolWeights) -> Compatibility:
+        """Return the digest that pools compare, once all stages have reported their weights."""
+        draft = "" if self.speculation is None else self.speculation.draft.revision
+        return compatibility(
+            revision=weights.revision(self.description.facts.revision),
+            specs=self.geometry.specs,
+            page_size=self.geometry.page_size,
+            numerics=self.settings["numerics"],
+            weights=self.settings["weights"],
+            arithmetic=self.settings["arithmetic"],
+            max_context=self.settings["max_context"],
+            draft_revision=weights.draft_revision(draft),
+            config=self.description.facts.revision,
+            tensors=weights.total,
+        )
+
+
+def plan_stage(
+    config: WorkerConfig,
+    *,
+    max_held: int | None = None,
+    speculates: bool = False,
+    keeps_states: bool = False,
+    reads_prompts: bool = False,
+    memory: Memory = memory_of,
+) -> StagePlan:
+    """Plan a stage from the checkpoint's headers and the pool sizes derived from them.
+
+    `max_held` requests may hold memory at the same time (default: `max_running`). Roles that do not
+    speculate use the draft model only to send its cache of the prompt. With `keeps_states` there
+    are slots for cached recurrent states, if the model has any. With `reads_prompts` a balanced
+    partition ignores the head, because few tokens of a chunk need it. `memory` returns the memory
+    of the machine or device of the stage.
+
+    Raises:
+        ConfigError: it does not fit; the message shows the arithmetic.
+    """
+    place = config.placement
+    if config.weights == "int8" and config.device != HOST.type:
+        raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
+    whole = read_model(config.model, in_bytes=config.weights == "int8")
+    _check_experts(config, whole)
+    description = whole.of_rank(place.tensor)
+    ranges = _layers_of_stages(config, whole, reads_prompts=reads_prompts)
+    specs = description.cache_specs(config.page_size)
+    speculation = plan_speculation(config, whole) if speculates or config.spec_prompt else None
+    if speculation is not None and speculates:
+        check_frozen(speculation, ranges[-1], place.tensor)
+    elif speculation is not None and not speculation.handed:
+        speculation = None
+    extra: tuple[CacheSpec, ...] = ()
+    scratch: tuple[CacheSpec, ...] = ()
+    if speculation is not None:
+        if speculates:
+            extra = speculation.own_specs(specs, config.page_size)
+            scratch = speculation.scratch_specs(
+                tuple(spec.of_rank(place.tensor.attention) for spec in specs)
+            )
+        handed = speculation.handed_specs(config.page_size)
+        specs, ranges[-1] = (
+            (*specs, *handed),
+            LayerRange(ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed})),
+        )
+    held = config.max_running if max_held is None else max_held
+    num_scratch = config.max_running + 1 if scratch else 0
+    draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
+    has_states = keeps_states and config.prefix_cache and any(spec.kind.is_state for spec in specs)
+    max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
+    own = tuple(spec.of_rank(place.tensor.attention) for spec in (*specs, *extra))
+    needs = PoolNeeds(own, held, scratch, num_scratch, draft_bytes, max_snapshots)
+    size = plan_pool_size(config, description, ranges, needs, memory)
+    geometry = PoolGeometry(
+        config.page_size,
+        size.num_pages,
+        size.num_slots,
+        ranges[place.pipeline_rank],
+        specs,
+        place.tensor.attention,
+    )
+    settings = stage_settings(
+        config,
+        description,
+        ranges,
+        size,
+        max_held=held,
+        speculation=speculation,
+        speculates=speculates,
+    )
+    notice = resume_notice(config, description.facts.chunk_grid) if has_states else ""
+    return StagePlan(
+        description, ranges, geometry, settings, size, held, speculation, num_scratch, notice
+    )
+
+
+def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:
+    """Check that --ep is equivalent to --tp, and that the model has experts.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if config.ep and config.ep != config.tp:
+        raise ConfigError(
+            f"--ep {config.ep}: experts are spread over all ranks of a stage, of which --tp gives it "
+            f"{config.tp}",
+            field="ep",
+        )
+    if config.ep > 1 and not any(
+        layer.feed_forward.num_experts for layer in description.spec.layers
+    ):
+        raise ConfigError(
+            f"--ep {config.ep}: {description.facts.architecture} has no experts", field="ep"
+        )
+
+
+def _layers_of_stages(
+    config: WorkerConfig, model: ModelDescription, *, reads_prompts: bool
+) -> list[LayerRange]:
+    size, partition = config.placement.pipeline_size, config.partition
+    if partition and size == 1:
+        raise ConfigError(
+            f"--partition {partition} names the layers of several stages, and this pool has one: "
+            f"--world-size sets their number (with baton up, --prefill-pp and --decode-pp)",
+            field="partition",
+        )
+    if partition == BALANCED:
+        partition = ",".join(
+            map(str, balanced_counts(model.layer_bytes(with_head=not reads_prompts), size))
+        )
+    return [
+        get_pp_indices(model.facts.num_layers, rank, size, partition or None)
+        for rank in range(size)
+    ]
+
+
+@contextmanager
+def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
+    """Raise CapacityError with the memory figures if memory runs out while the stage loads."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place, layers = config.placement, plan.ranges[config.placement.pipeline_rank]
+        weights = plan.description.weight_bytes(layers, place.tensor)
+        free = (
+            memory_left() if config.device == HOST.type else f"device {config.device} has no more"
+        )
+        raise CapacityError(
+            f"out of memory while loading {weights / MIB:.0f} MiB of weights and allocating "
+            f"{describe_pools(plan.geometry)}; {free}: a smaller --memory-mb or --max-running, or more "
+            f"stages, take less",
+            resource="memory",
+        ) from error
+
+
+def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
+    """Return an upper bound of the bytes of a batch, or of an exchange between ranks.
+
+    It covers the hidden states (and three captured ones) and selected keys of a full chunk with its
+    scores, and the tables of all rows. Per row it covers everything that sampling may carry: the
+    tokens of the context, biases, bans and a grammar.
+    """
+    facts = plan.description.facts
+    tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
+    latent = plan.description.latent_geometry(config.page_size)
+    per_token = (
+        4 * facts.hidden_size * 4 + 50 * 8 + 4 * (0 if latent is None else latent.max_selected)
+    )
+    per_row = MAX_GRAMMAR_BYTES + 8 * (3 * plan.max_context_tokens + 2 * 1024 + 64 + 64)
+    per_row += 4 * (plan.geometry.num_pages + 1)
+    part = 0 if config.tp == 1 else max(MAX_PART_BYTES, 4 * facts.vocab_size)
+    return max(tokens * per_token + plan.max_held * per_row, part) + (1 << 16)
