@@ -23,17 +23,8 @@ from functools import cached_property, partial
 from itertools import count, islice
 
 from decode.ahead import lease_ahead
-from decode.entry import (
-    DecodeEntry,
-    DecodeLimits,
-    Drawn,
-    Emit,
-    Finished,
-    RequestMemory,
-    Reservation,
-    RestLimit,
-    StepBuilder,
-)
+from decode.entry import DecodeEntry, DecodeLimits, Drawn, Emit, Finished, RestLimit
+from decode.request_memory import RequestMemory, Reservation
 from decode.speculation import (
     MAX_DRAFT_TOKENS,
     DraftLength,
@@ -41,6 +32,7 @@ from decode.speculation import (
     VerifiedListener,
     VerifiedStep,
 )
+from decode.step_builder import StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
 from engine.core.request import DrawnToken, FinishReason, Request

@@ -3,10 +3,13 @@
 import itertools
 from functools import partial
 
+from pool.role import LeaderParts
+
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeLimits, Event, Finished
+from decode.handler import DecodeParts
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeParts, DecodeService
+from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
@@ -14,7 +17,6 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
-from pool.process import LeaderParts
 from pool.request.entry import DataRanks, Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
@@ -29,7 +31,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class DecodeRole:
-    """The decode role. Implements `pool.process.PoolRole`."""
+    """The decode role. Implements `pool.role.PoolRole`."""
 
     name = "decode"
     service = "baton.v1.Decode"
@@ -89,7 +91,7 @@ class DecodeRole:
 
 
 class DecodeLeader:
-    """The leader of a decode pool. Implements `pool.process.RoleLeader`."""
+    """The leader of a decode pool. Implements `pool.role.RoleLeader`."""
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 
-from decode.entry import DecodeLimits, Event, Reservation
+from decode.entry import DecodeLimits, Event
+from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine import loop as loop_module
 from engine.core.request import Request, SamplingParams

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, rule
 
-from decode.entry import DecodeLimits, Drawn, Event, Finished, Reservation
+from decode.entry import DecodeLimits, Drawn, Event, Finished
+from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import AcceptedNodes, TokenTree, Verified

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from decode import handler
 from decode import service as arrival
 from engine.core.batch import ForwardMode
 from engine.core.request import DrawnToken
@@ -373,7 +374,7 @@ async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason
 ) -> None:
     """Its router knows of no failure and would wait for the commit until the deadline; so it learns
     of this one."""
-    monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
+    monkeypatch.setattr(handler, "SessionDeadlines", Impatient)
     stream, session_id = await to_failed(pools)
     with pytest.raises(PeerLostError):
         await stream.ended()
@@ -384,7 +385,7 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one may queue for long on another worker."""
-    monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
+    monkeypatch.setattr(handler, "SessionDeadlines", Impatient)
     stream, destination = await pools.open()
     stream.send(pb.DecodeInput(source_lost=pb.DecodeSourceLost()))
     pools.network.fault = lambda tag, num_bytes: Fault.DIE

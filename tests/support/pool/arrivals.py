@@ -13,8 +13,9 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 
 from decode.entry import DecodeLimits
+from decode.handler import DecodeParts
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeParts, DecodeService
+from decode.service import DecodeService
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.loop import EngineLoop, LoopObserver

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 from typing import NamedTuple
 
-from decode.entry import Reservation
+from decode.request_memory import Reservation
 from engine.core.request import DrawnToken, Request
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheSpec

@@ -1,0 +1,169 @@
+"""The batches of a decode pool. A row has one token, a tree to verify, or replayed tokens.
+
+Building a row counts its tokens as computed. The scheduler decides which requests take part.
+Belongs to the engine thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from decode.entry import DecodeEntry, DecodeLimits
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import AcceptedNodes
+from engine.core.rows import NOT_DRAWN, Row, build_batch, chunk_end, sampling_row
+from engine.memory.leases import PageAllocator, pages_for_tokens
+
+
+@dataclass(frozen=True)
+class StepBuilder:
+    """Rows and batches of the entries that are scheduled.
+
+    `draft_tokens(entry)` is the largest number of nodes of its next tree; None if its draft model
+    does not follow.
+    """
+
+    limits: DecodeLimits
+    pages: PageAllocator
+    draft_tokens: Callable[[DecodeEntry], int | None]
+
+    def decode(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
+        """Build one step of entries whose prompts are computed and whose next token has a page."""
+        rows = [self._decode_row(entry) for entry in entries]
+        # A batch without any tree is plain decoding. It writes tokens to their final place and
+        # leaves nothing to commit.
+        if any(len(row.token_ids) > 1 for row in rows):
+            return build_batch(ForwardMode.VERIFY, rows)
+        for entry in entries:
+            entry.draft.accepted = None
+        return build_batch(ForwardMode.DECODE, rows)
+
+    def readable(self, entry: DecodeEntry) -> int:
+        """Return how many of its first tokens may be prefilled in chunks.
+
+        These are the prompt and the output before the newest token. It is only the prompt if
+        prefilled and decoded tokens may differ in their bits.
+        """
+        prompt_len = len(entry.request.prompt_token_ids)
+        return prompt_len if self.limits.has_states else max(prompt_len, entry.num_tokens - 1)
+
+    def read(self, entries: Sequence[DecodeEntry], beside: Sequence[DecodeEntry]) -> ForwardBatch:
+        """Build a batch of the next chunks of known tokens, and a decode step of `beside`.
+
+        The known tokens were not computed yet, or were lost by a preemption.
+        """
+        rows = [self._decode_row(entry) for entry in beside]
+        budget = self.limits.chunk_tokens
+        for entry in entries:
+            total = self.readable(entry)
+            end = chunk_end(entry.computed, total, budget, self.limits.grid)
+            if end > entry.computed:
+                draws = end == total and not entry.outputs
+                budget -= end - entry.computed
+                rows.append(self._known_row(entry, end, draws=draws))
+        return build_batch(ForwardMode.PREFILL, rows)
+
+    def begin(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
+        """Build a batch that only grows the first trees of drafts that came with the prompts."""
+        return build_batch(
+            ForwardMode.PREBUILT,
+            [
+                _row(entry, [], draws=False)._replace(
+                    spec=entry.draft.begin(self.draft_tokens(entry))
+                )
+                for entry in entries
+            ],
+        )
+
+    def _decode_row(self, entry: DecodeEntry) -> Row:
+        if not self.limits.speculates:
+            return self._known_row(
+                entry,
+                entry.computed + 1,
+                draws=entry.computed == entry.num_tokens + entry.num_due - 1,
+            )
+        return (
+            self._replayed_row(entry)
+            if entry.num_tokens - entry.computed > 1
+            else self._verified_row(entry)
+        )
+
+    def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
+        """Return a row for the known tokens up to `end`, or for the token that is due."""
+        row = _row(
+            entry, [NOT_DRAWN] if entry.num_due else entry.tokens(entry.computed, end), draws=draws
+        )
+        entry.advance(end)
+        if not self.limits.speculates:
+            return row
+        next_token_id = None if draws else entry.tokens(end, end + 1)[0]
+        return row._replace(
+            spec=entry.draft.prefill(row.context_len, next_token_id, self.draft_tokens(entry))
+        )
+
+    def _replayed_row(self, entry: DecodeEntry) -> Row:
+        """Return a row that replays known output tokens as a chain."""
+        count = self._room(
+            entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1)
+        )
+        end = entry.computed + count
+        row = _row(entry, entry.tokens(entry.computed, end), draws=False)
+        spec = entry.draft.replay(
+            entry.computed,
+            count,
+            entry.tokens(end, end + 1)[0],
+            num_draft_tokens=self.draft_tokens(entry),
+            scratch=entry.scratch_id,
+        )
+        entry.draft.accepted = AcceptedNodes(entry.computed, tuple(range(count)))
+        entry.advance(end)
+        return row._replace(spec=spec)
+
+    def _verified_row(self, entry: DecodeEntry) -> Row:
+        """Return a row for the newest token with the tree drafted after it.
+
+        The number of computed tokens is known only after verification.
+        """
+        num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
+        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
+        tree, spec = entry.draft.verify(
+            entry.computed,
+            max_nodes=max_nodes,
+            max_depth=num_left - 1,
+            num_draft_tokens=self.draft_tokens(entry),
+            scratch=entry.scratch_id,
+        )
+        newest = entry.tokens(entry.computed, entry.num_tokens)
+        return _row(entry, [*newest, *tree.token_ids], draws=True)._replace(spec=spec)
+
+    def _room(self, entry: DecodeEntry, wanted: int) -> int:
+        """Return how many of `wanted` more tokens the entry has memory for.
+
+        Takes free pages if needed, but none from other requests.
+        """
+        assert entry.pages is not None
+        wanted = 1 if entry.scratch is None else wanted
+        missing = (
+            pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
+        )
+        if 0 < missing <= self.pages.num_available:
+            entry.pages.extend(missing)
+        return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
+
+
+def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
+    assert entry.pages is not None
+    assert entry.slot is not None
+    sampling = None
+    if draws:
+        sampling = sampling_row(
+            entry.request,
+            entry.outputs,
+            key=entry.key,
+            known=entry.num_kept,
+            is_only=False,
+            num_due=entry.num_due,
+        )
+        entry.num_due += 1
+        if sampling.output is not None:
+            entry.num_kept = len(entry.outputs)
+    return Row(entry.key, tokens, entry.computed, entry.pages.table, entry.slot.slot_id, sampling)
