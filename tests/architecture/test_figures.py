@@ -163,7 +163,9 @@ STATED = [
     Stated(
         SECURITY, "{} of one request that are unread |", ("pool/request/router_call.py:MAX_UNREAD",)
     ),
-    Stated(SECURITY, "{} messages of scores for each", ("prefill/service.py:MAX_UNREAD_SCORES",)),
+    Stated(
+        SECURITY, "{} messages of scores for each", ("prefill/event_sender.py:MAX_UNREAD_SCORES",)
+    ),
     Stated(SECURITY, "and endless ones: {} of those", (f"{CALLS}:_MAX_BACKGROUND_CALLS",)),
     Stated(SECURITY, "| A handshake | {} s |", (f"{SERVER}:HANDSHAKE_S",)),
     Stated(

@@ -8,14 +8,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.request import DrawnToken, Request, TokenLogprobs
 from pool.request.router_call import EventSender, Inbox
+from prefill.event_sender import MAX_UNREAD_SCORES, PrefillEventSender
 from prefill.prompts import Scored
-from prefill.service import (
-    MAX_UNREAD_SCORES,
-    PrefillEventSender,
-    PrefillHandler,
-    PrefillInbox,
-    PrefillParts,
-)
+from prefill.service import PrefillHandler, PrefillInbox, PrefillParts
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import ManualClock
