@@ -17,7 +17,6 @@ ones.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from engine.memory.layout import CacheKind, CacheSpec, Stretch, stretches, trave
 from runtime.errors import IncompatiblePeerError
 from transfer.plan.compatibility import SCHEMA_VERSION
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
+from transfer.plan.term_checks import check_held, check_layers, check_pages, check_slots
 from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_RUN_BYTES = 1 << 20
@@ -128,11 +128,11 @@ class CopyPlan:
             travelling(specs, with_draft=destination.with_draft),
             key=lambda spec: (spec.layer_id, spec.kind),
         )
-        _check_pages(source, destination)
-        _check_held(source, destination)
-        _check_slots(source, destination, specs)
+        check_pages(source, destination)
+        check_held(source, destination)
+        check_slots(source, destination, specs)
         sizes = [
-            _check_layers(side, stages, specs)
+            check_layers(side, stages, specs)
             for side, stages in (("source", source.stages), ("destination", destination.stages))
         ]
         if max(sizes) % min(sizes):
@@ -301,73 +301,6 @@ def _page_runs(source: SourceTerms, destination: DestinationTerms, max_pages: in
             runs.append(_Run(source_page, dest_page, 1, end_token))
             run_chunks = chunks
     return runs
-
-
-def _check_pages(source: SourceTerms, destination: DestinationTerms) -> None:
-    num_pages = -(-source.num_tokens // source.page_size)
-    for side, page_ids in (("source", source.page_ids), ("destination", destination.page_ids)):
-        if len(page_ids) != num_pages:
-            raise IncompatiblePeerError(
-                f"{side}.page_ids: {source.num_tokens} tokens in pages of {source.page_size} "
-                f"need {num_pages} pages, got {len(page_ids)}"
-            )
-        if len(set(page_ids)) != len(page_ids):
-            raise IncompatiblePeerError(f"{side}.page_ids names a page twice")
-        if min(page_ids) < 1:
-            raise IncompatiblePeerError(
-                f"{side}.page_ids names page {min(page_ids)}; pages start at 1"
-            )
-
-
-def _check_held(source: SourceTerms, destination: DestinationTerms) -> None:
-    held = destination.held_tokens
-    if held % source.page_size or held >= source.num_tokens:
-        raise IncompatiblePeerError(
-            f"destination.held_tokens is {held}; it must be whole pages of {source.page_size} "
-            f"tokens and fewer than the {source.num_tokens} of the prompt"
-        )
-    if held and not source.sends_rest:
-        raise IncompatiblePeerError(
-            f"destination.held_tokens is {held}, and the source sends every page"
-        )
-
-
-def _check_slots(
-    source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]
-) -> None:
-    if all(spec.kind.is_paged for spec in specs):
-        return
-    for side, slot_id in (("source", source.slot_id), ("destination", destination.slot_id)):
-        if slot_id < 1:
-            raise IncompatiblePeerError(
-                f"{side}.slot_id is {slot_id}; slots of recurrent state start at 1"
-            )
-
-
-def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> int:
-    """Check that every caching layer is on exactly one stage, on each of its ranks.
-
-    Returns the number of ranks.
-    """
-    sizes = {stage.tensor.size for stage in stages}
-    if len(sizes) != 1:
-        raise IncompatiblePeerError(
-            f"{side}.stages have different numbers of ranks (--tp): {sorted(sizes)}"
-        )
-    ranks = range(size := sizes.pop())
-    for layer_id in sorted({spec.layer_id for spec in specs}):
-        owners = Counter(stage.tensor.rank for stage in stages if layer_id in stage.layers)
-        wrong = [rank for rank in ranks if owners[rank] != 1]
-        if wrong:
-            found = ", ".join(
-                f"{stage.layers}" + (f" (rank {stage.tensor.rank})" if size > 1 else "")
-                for stage in stages
-            )
-            raise IncompatiblePeerError(
-                f"{side}.stages {found}: layer {layer_id} is on {owners[wrong[0]]} stages, "
-                f"not on one"
-            )
-    return size
 
 
 def plan_destination(
