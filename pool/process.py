@@ -6,53 +6,37 @@ share.
 
 import asyncio
 import logging
-import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry
-
-from engine.loop import LoopObserver, Scheduler
+from engine.loop import LoopObserver
 from engine.memory.budget import describe_pools
-from engine.pipeline.stages import LayerObserver
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
-from pool.prefix.journal import PointJournal
-from pool.request.entry import RankScheduler
 from pool.request.handler import EventPost, MemoryReclaimer
+from pool.role import LeaderParts, PoolRole
+from pool.serving import HealthSetter, PoolProcess, listening, make_server
 from pool.stage.config import WorkerConfig
-from pool.stage.handoff import LayerMark
 from pool.stage.kernels import compile_kernels
-from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
+from pool.stage.metrics import LeaderMeters, LoadBoard, StageMeters
 from pool.stage.plan import max_frame_bytes, naming_memory, plan_stage
-from pool.stage.stage import Stage, build_stage
+from pool.stage.stage import build_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.config import parse_address
 from runtime.errors import InternalError
 from runtime.model_files.tokenizer_files import make_tokenizer
-from runtime.observe.exposition import Exposition, new_registry
-from runtime.observe.metrics import RefusalMetrics, RpcMetrics, StageMetrics
-from runtime.observe.tracing import Tracing
+from runtime.observe.exposition import new_registry
+from runtime.observe.metrics import RefusalMetrics, StageMetrics
 from runtime.observe.tracing_setup import open_tracing
-from runtime.process.announce import (
-    Announcement,
-    announced_address,
-    announcement_path,
-    write_announcement,
-)
+from runtime.process.announce import announced_address, announcement_path
 from runtime.process.supervision import StopSignal, background
-from runtime.rpc.server import GrpcServer, ServerOptions
-from runtime.security.access import ChannelSecurity, PeerRole, ServerSecurity
-from runtime.security.certificates import CertificateStore
+from runtime.security.access import ChannelSecurity
 from runtime.version import VERSION
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent
@@ -60,108 +44,9 @@ from transfer.ucx.binding import loopback_device
 
 logger = logging.getLogger(__name__)
 
-ENDLESS_METHODS = frozenset(
-    {
-        "/baton.v1.Worker/Watch",
-        "/baton.v1.Pipeline/Join",
-        "/baton.v1.Prefill/Serve",
-        "/baton.v1.Decode/Serve",
-    }
-)
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
 REFRESH_S = 0.25  # seconds between two updates of the gauges
-
-
-class PoolScheduler(Scheduler, RankScheduler, Protocol):
-    """A scheduler that an engine loop runs and a pool reports on."""
-
-
-class PoolRanks(ReportingScheduler, Protocol):
-    """The `pool.request.entry.DataRanks` of a role's schedulers."""
-
-    @property
-    def schedulers(self) -> Sequence[PoolScheduler]: ...
-
-    def flush(self) -> int:
-        """Empty the prefix caches on the engine thread; return the number of evicted pages."""
-        ...
-
-
-@dataclass(frozen=True)
-class LeaderParts:
-    """The components that a role's services are built from."""
-
-    config: WorkerConfig
-    stage: Stage
-    leader: Leader
-    reclaimer: MemoryReclaimer
-    meters: LeaderMeters
-    post: EventPost
-    registry: CollectorRegistry
-
-
-class RoleLeader(Protocol):
-    """A role as the leader of its pool runs it."""
-
-    @property
-    def ranks(self) -> PoolRanks: ...
-
-    @property
-    def journal(self) -> PointJournal:
-        """Return the journal of its prefix caches, empty if it has none."""
-        ...
-
-    def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
-
-    async def warm_up(self, parts: LeaderParts) -> None:
-        """Run one token through all stages of the pool."""
-        ...
-
-
-class PoolRole(Protocol):
-    """The differences between prefill and decode."""
-
-    name: str
-    service: str  # full gRPC name, also its health name
-    speculates: bool  # whether it verifies drafts, or only lets a draft model prefill prompts
-    keeps_states: bool  # whether its prefix cache keeps recurrent states as well
-    reads_prompts: bool  # whether its forwards have several tokens of a request
-
-    def max_held(self, config: WorkerConfig) -> int:
-        """Return how many requests may hold memory at a time when `max_running` compute."""
-        ...
-
-    def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
-        """Return the observer of computed layers, or None.
-
-        On a device, `mark` records a layer's place in the queue of work.
-        """
-        ...
-
-    def lead(self, config: WorkerConfig, stage: Stage) -> RoleLeader:
-        """Create the schedulers over this stage's pools and the services that use them."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Process:
-    """The components that a leader and a follower are built from."""
-
-    config: WorkerConfig
-    role: PoolRole
-    stage: Stage
-    registry: CollectorRegistry
-    refusals: RefusalMetrics
-    incarnation: str
-    stop: StopSignal
-    certificates: CertificateStore | None
-    tracing: Tracing
-
-    @property
-    def peer_role(self) -> PeerRole:
-        """Return the TLS role of this process and of the other stages of its pool."""
-        return PeerRole(self.role.name)
 
 
 async def run_worker(
@@ -198,7 +83,7 @@ def _build(
     role: PoolRole,
     stop: StopSignal,
     on_event: Callable[[StageSessionEvent], None],
-) -> _Process:
+) -> PoolProcess:
     """Build the stage and its surroundings; `on_event` receives the transfer agent's events."""
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
@@ -238,7 +123,7 @@ def _build(
             on_refused=refusals.count("handoff"),
         )
     _show_where_ucx_listens(config)
-    return _Process(
+    return PoolProcess(
         config, role, stage, registry, refusals, incarnation, stop, certificates, tracing
     )
 
@@ -260,15 +145,15 @@ def _show_where_ucx_listens(config: WorkerConfig) -> None:
         logger.info("UCX listens on %s", where)
 
 
-async def _lead(process: _Process, reports: SessionReports, began_s: float) -> None:
+async def _lead(process: PoolProcess, reports: SessionReports, began_s: float) -> None:
     config, role, stage = process.config, process.role, process.stage
     meters = LeaderMeters.create(
         process.registry, stage.plan.geometry, stage.counts, num_data_ranks=config.dp_attention
     )
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
-    server = _server(process, services)
-    show_health = _HealthSetter(server, services)
+    server = make_server(process, services)
+    show_health = HealthSetter(server, services)
     start_s: list[float] = []  # set once it has served
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
@@ -323,7 +208,7 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
         pipeline_pb2_grpc.add_PipelineServicer_to_server(leader.service, server.grpc)
-    async with _listening(process, server):
+    async with listening(process, server):
         leader.start()
         try:
             async with background(
@@ -339,7 +224,7 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
             leader.stop()
 
 
-async def _follow(process: _Process, reports: JoinReports) -> None:
+async def _follow(process: PoolProcess, reports: JoinReports) -> None:
     """Follow the leader, after waiting for its announcement if it announces itself in a file.
 
     Such a leader may still be loading, as this stage did until now.
@@ -360,12 +245,12 @@ async def _follow(process: _Process, reports: JoinReports) -> None:
     await _follow_leader(process, config, reports)
 
 
-async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinReports) -> None:
+async def _follow_leader(process: PoolProcess, config: WorkerConfig, reports: JoinReports) -> None:
     stage = process.stage
     meters = StageMeters(
         StageMetrics.create(process.registry), config.placement.pipeline_rank, stage.counts
     )
-    server = _server(process, (PIPELINE_SERVICE,))
+    server = make_server(process, (PIPELINE_SERVICE,))
     channel = open_pool_channel(
         config,
         stage.device,
@@ -384,10 +269,10 @@ async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinR
     )
     security = ChannelSecurity(process.certificates).to(process.peer_role)
     follower = Follower(config, stage, engine, channel.address, security, reports)
-    async with _listening(process, server):
+    async with listening(process, server):
         engine.start()
         try:
-            joined = follower.run(_HealthSetter(server, (PIPELINE_SERVICE,)))
+            joined = follower.run(HealthSetter(server, (PIPELINE_SERVICE,)))
             async with background(process.stop, joined, _watch_agent(stage.agent)):
                 await process.stop.wait()
                 await follower.leave(config.drain_s)
@@ -395,64 +280,6 @@ async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinR
             await server.drain(grace_s=0.5)
             engine.stop()
             channel.close()
-
-
-class _HealthSetter:
-    """Setter of the services' health for code that cannot await."""
-
-    def __init__(self, server: GrpcServer, services: tuple[str, ...]) -> None:
-        self._health = server.health
-        self._services = services
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def __call__(self, serving: bool) -> None:  # noqa: FBT001 - a listener's signature
-        setter = self._health.set_serving if serving else self._health.set_not_serving
-        for service in self._services:
-            task = asyncio.create_task(setter(service))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-
-def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
-    config = process.config
-    # Each request takes the place of a call, whichever router sent it. So the server's limit is
-    # raised by what the pool takes, and clients meet the pool's own limits first.
-    num_taken = config.dp_attention * (process.stage.plan.max_held + config.max_queued)
-    options = ServerOptions(
-        listen=config.listen,
-        health_listen=config.health_listen,
-        write_s=config.caller_stall_s,
-        max_calls=ServerOptions.max_calls + num_taken,
-    )
-    return GrpcServer(
-        options,
-        services=services,
-        metrics=RpcMetrics.create(process.registry),
-        background_methods=ENDLESS_METHODS,
-        security=ServerSecurity(process.certificates, pool=process.peer_role),
-        tracing=process.tracing,
-    )
-
-
-@asynccontextmanager
-async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[None]:
-    """Serve gRPC and metrics for the length of the block, and announce their addresses."""
-    config = process.config
-    exposition = Exposition.start(
-        process.registry, port=config.metrics_port, host=config.metrics_host
-    )
-    try:
-        address = await server.start()
-        logger.info("listening on %s, metrics on port %d", address, exposition.port)
-        if config.announce is not None:
-            write_announcement(
-                config.announce,
-                Announcement(address, exposition.port, os.getpid(), process.incarnation),
-            )
-        yield
-    finally:
-        await server.stop()
-        exposition.close()
 
 
 async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:

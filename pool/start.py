@@ -7,7 +7,8 @@ from pathlib import Path
 
 from engine.loop import ENGINE_THREAD
 from engine.pipeline.ahead import STEPS_THREAD
-from pool.process import PoolRole, run_worker
+from pool.process import run_worker
+from pool.role import PoolRole
 from pool.stage.config import WorkerConfig
 from runtime.clock import process_age_s
 from runtime.config import describe, load

@@ -8,8 +8,8 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
-from pool.process import LeaderParts
 from pool.request.entry import DataRanks, Failed
+from pool.role import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
@@ -26,7 +26,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class PrefillRole:
-    """The prefill role. Implements `pool.process.PoolRole`."""
+    """The prefill role. Implements `pool.role.PoolRole`."""
 
     name = "prefill"
     service = "baton.v1.Prefill"
@@ -85,7 +85,7 @@ class PrefillRole:
 
 
 class PrefillLeader:
-    """The leader of a prefill pool. Implements `pool.process.RoleLeader`."""
+    """The leader of a prefill pool. Implements `pool.role.RoleLeader`."""
 
     def __init__(self, ranks: DataRanks[PrefillScheduler], journal: PointJournal) -> None:
         self.ranks = ranks

@@ -16,7 +16,7 @@ from engine.core.rows import NOT_DRAWN, Row, build_batch
 from engine.pipeline.ahead import AheadStage, drawn_tokens, put_drawn
 from engine.pipeline.stages import SingleStage, StepFailed, StepResult, StepResults
 from engine.sampling.guided import GuidedSampler
-from pool.process import PoolRole
+from pool.role import PoolRole
 from pool.stage.config import WorkerConfig
 from pool.start import check_overlap
 from prefill.worker import PrefillRole

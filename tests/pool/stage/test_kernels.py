@@ -12,7 +12,7 @@ from engine.kernels.host.codegen import program
 from engine.kernels.host.linear import packed_linear_kernel, packing
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
 from engine.kernels.host.tokens import kv_writes, norm_rope, row_ops, sampling
-from pool.process import PoolRole
+from pool.role import PoolRole
 from pool.stage import kernels as stage_kernels
 from pool.stage.config import WorkerConfig
 from pool.stage.kernels import compile_kernels

@@ -20,7 +20,7 @@ ELSEWHERE = """
 import json, sys
 from pathlib import Path
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.plan import plan_stage
 print(json.dumps(dict(plan_stage(WorkerConfig(model=Path(sys.argv[1]), num_pages=8, numerics=sys.argv[2])).settings)))
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncBatonClient
-from decode.entry import Reservation
+from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeRole
 from engine.core.request import Request, SamplingParams
@@ -19,7 +19,8 @@ from engine.memory.layout import Buffer
 from pool import process as process_module
 from pool.pipeline import leader as leader_module
 from pool.pipeline.leader import Leader
-from pool.process import PoolRole, run_worker
+from pool.process import run_worker
+from pool.role import PoolRole
 from pool.stage import stage as stage_module
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole

@@ -14,7 +14,8 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.retry import DEFAULT_RETRY, Retry
 from decode.worker import DecodeRole
-from pool.process import PoolRole, run_worker
+from pool.process import run_worker
+from pool.role import PoolRole
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.api.readiness import SERVICE
