@@ -37,7 +37,7 @@ from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.blocks.weights import RandomWeights
 from models.loader import ModelDescription, random_model
 from pool.stage.config import WorkerConfig

@@ -33,7 +33,7 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry, bytes_per_page, bytes_per_slot
 from engine.memory.pools import StagePools
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.blocks.weights import Weights
 from models.decoder import DecoderStage
 from models.loader import ModelDescription, random_model

@@ -44,7 +44,7 @@ from engine.pipeline.c10d import PointToPoint, TCPStore, Work, gloo_group
 from engine.pipeline.channel import PacketKind, PartChannel, PartPiece
 from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.loader import random_model
 from pool.pipeline.part_memory import PartMemory, this_host
 from pool.pipeline.stage_channel import FRAME_OVERHEAD, PoolChannel

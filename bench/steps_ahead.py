@@ -34,7 +34,7 @@ from engine.core.batch import ForwardBatch, plan_where_needed
 from engine.core.request import Request, SamplingParams
 from engine.memory.heap import keep_freed_memory
 from engine.memory.leases import pages_for_tokens
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from engine.sampling.sampler import wanted_tokens
 from models.loader import ModelDescription, random_model, read_model
 from tests.support.pool.local_pool import Answer, LocalPool, call, local_pool

@@ -14,7 +14,7 @@ from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import LayerObserver
+from engine.pipeline.stage_executor import LayerObserver
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks, Failed

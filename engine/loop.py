@@ -26,7 +26,8 @@ from typing import Protocol, TypeGuard, TypeVar
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.time_limits import StepLimit
 from engine.pipeline.ranks import Step, plan_step
-from engine.pipeline.stages import Pipeline, StepResult
+from engine.pipeline.results import StepResult
+from engine.pipeline.stages import Pipeline
 from runtime.errors import (
     BatonError,
     CapacityError,

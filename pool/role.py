@@ -7,7 +7,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from engine.loop import Scheduler
-from engine.pipeline.stages import LayerObserver
+from engine.pipeline.stage_executor import LayerObserver
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.request.entry import RankScheduler

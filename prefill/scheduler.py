@@ -28,7 +28,7 @@ from engine.core.request import Request
 from engine.core.rows import BuildBatch, Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
-from engine.pipeline.stages import StepResult
+from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed

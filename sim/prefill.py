@@ -13,7 +13,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.request import DrawnToken, Request
 from engine.core.rows import Row
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepResult
+from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed

@@ -19,7 +19,7 @@ from engine.graphs.runner import GraphAttention, GraphRecurrent, Replays
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
 from engine.pipeline.overlap import Overlap
-from engine.pipeline.stages import Commits, LayerObserver, StageExecutor
+from engine.pipeline.stage_executor import Commits, LayerObserver, StageExecutor
 from engine.speculative.attention.draft_attention import DraftAttention
 
 DraftPools = Mapping[CacheKind, Mapping[int, Tensor]]  # by kind and the draft's own layer ids

@@ -21,7 +21,7 @@ from engine.graphs.capture import CudaCapture
 from engine.kernels.device import latent as latent_kernels
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
-from engine.pipeline.stages import Commits
+from engine.pipeline.stage_executor import Commits
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.attention.multistep_device import DeviceRounds

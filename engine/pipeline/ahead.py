@@ -18,7 +18,9 @@ import torch
 from engine.core.batch import ForwardBatch
 from engine.core.rows import NOT_DRAWN
 from engine.pipeline.ranks import Step
-from engine.pipeline.stages import Pipeline, StageExecutor, StepResult, StepResults
+from engine.pipeline.results import StepResult, StepResults
+from engine.pipeline.stage_executor import StageExecutor
+from engine.pipeline.stages import Pipeline
 
 STEPS_THREAD = "engine steps"
 

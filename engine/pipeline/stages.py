@@ -1,7 +1,7 @@
 """A pipeline of stages, as the loop drives it, and the work of each of its processes.
 
-`StageExecutor` runs one stage's layers on a batch, independent of other stages. The other classes
-connect it to them.
+`StageExecutor` (`engine.pipeline.stage_executor`) runs one stage's layers on a batch. The classes
+of this module connect it to the other stages.
 
     rank 0 (head)             rank 1..n-2                 rank n-1 (tail)
     launch: forward, send ─▶  receive, forward, send ─▶   receive, forward, sample ─┐
@@ -12,190 +12,34 @@ written.
 """
 
 import logging
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
-from engine.contracts.attention import AttentionBackend
-from engine.contracts.latent import LatentAttentionBackend
-from engine.contracts.model import ForwardContext, StageModel, StageOutput
-from engine.contracts.recurrent import RecurrentBackend
-from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import NO_TREE, SpecInfo, Verified
-from engine.core.numerics import HOST, use_in_this_thread
-from engine.core.request import DrawnToken
 from engine.core.time_limits import FrameLimit
-from engine.graphs.runner import Replays
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
-from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import BROKEN_POOL, StageRanks, Step
 from engine.pipeline.records import StageInput, StageResult
-from engine.sampling.sampler import RequestSampler, Scores, score
+from engine.pipeline.results import (
+    ResultCollector,
+    StepFailed,
+    StepResult,
+    StepResults,
+    first_sequence,
+    step_result,
+)
+from engine.pipeline.stage_executor import StageExecutor
+from engine.sampling.sampler import RequestSampler, score
 from engine.speculative.contracts.drafter import Drafter
 from engine.speculative.contracts.verify import draw_runs
-from runtime.errors import BatonError, ConfigError, IntegrityError, InternalError
-
-LayerObserver = Callable[[ForwardBatch, int], None]
-
-
-class Commits(Protocol):
-    """A cache that holds entries of verified nodes and must move the accepted ones into place."""
-
-    def commit(self, batch: ForwardBatch) -> None:
-        """Move the entries that the rows accepted in their previous step (`SpecRow.accepted`)."""
-        ...
-
-
-class StageExecutor:
-    """One stage's model with its backends.
-
-    `on_layer_done(batch, layer_id)` is called for each layer as it completes. `caches` commit the
-    nodes that earlier verifications accepted, before a batch runs. `graphs` run the batches that
-    they have a bucket for.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: StageModel,
-        attention: AttentionBackend | None,
-        recurrent: RecurrentBackend,
-        latent_attention: LatentAttentionBackend | None = None,
-        caches: Sequence[Commits] = (),
-        on_layer_done: LayerObserver | None = None,
-        device: torch.device = HOST,
-        graphs: Replays | None = None,
-        overlap: Overlap | None = None,
-    ) -> None:
-        """Create an executor with exactly one of `attention` and `latent_attention`.
-
-        It must be the kind that the model's layers have. `overlap` runs batches in two halves, or
-        is None.
-
-        Raises:
-            ConfigError: the model has no attention layer.
-            InternalError: `graphs` and the executor have different observers.
-        """
-        planner = attention if attention is not None else latent_attention
-        if planner is None:
-            raise ConfigError("a model without any attention layer is not supported", field="model")
-        if graphs is not None and graphs.observer is not on_layer_done:
-            raise InternalError(
-                "the layer observer differs from the one that captured forwards call"
-            )
-        self.model = model
-        self._graphs = graphs
-        self._caches = caches
-        self._planner = planner
-        self._attention = attention
-        self._latent_attention = latent_attention
-        self._recurrent = recurrent
-        self._on_layer_done = on_layer_done
-        self._device = device
-        self._overlap = overlap
-        self.num_plans = 0
-        self.num_forwards = {"graph": 0, "eager": 0, "halves": 0, "idle": 0}
-
-    @torch.inference_mode()
-    def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
-        """Return the hidden states for the next stage, or the last stage's logits of sampling rows.
-
-        `incoming` is the output of the previous stage, or None on the first. The prompts of a
-        PREBUILT batch were computed elsewhere. PREBUILT and idle batches only take part in the
-        forwards of other data ranks, and return an empty output.
-        """
-        if batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
-            idle = batch.inner_idle if batch.mode is ForwardMode.PREBUILT else batch
-            if idle is not None:
-                self.num_forwards["idle"] += 1
-                self.model.forward(
-                    idle,
-                    None,
-                    ForwardContext(self._attention, self._recurrent, None, self._latent_attention),
-                )
-            return StageOutput()
-        if self._device != HOST:
-            use_in_this_thread(self._device)
-        for cache in self._caches:
-            cache.commit(batch)
-        given = (incoming or StageOutput()).to(self._device)
-        bucket = None if self._graphs is None else self._graphs.bucket_for(batch)
-        if self._graphs is not None and bucket is not None:
-            self.num_forwards["graph"] += 1
-            if self._graphs.plans_share_memory:
-                self.num_plans += 1
-            else:
-                self.num_plans += plan_where_needed(batch, self._planner)
-            return self._graphs.run(batch, bucket, given)
-        observer = self._on_layer_done
-        done = None if observer is None else lambda layer_id: observer(batch, layer_id)
-        middle = None if self._overlap is None else self._overlap.middle(batch)
-        self.num_forwards["eager" if middle is None else "halves"] += 1
-        if self._overlap is None or middle is None:
-            return self._forward(batch, given, done)
-        first, second = batch.split(middle)
-        given_first, given_second = given.split(first.num_tokens)
-        # In every layer, the second half is the later one.
-        return self._overlap.run(
-            lambda: self._forward(first, given_first, None),
-            lambda: self._forward(second, given_second, done),
-        )
-
-    @torch.inference_mode()
-    def plan_ahead(self, batch: ForwardBatch) -> None:
-        """Plan and mark a batch while another one may run, unless plans share memory.
-
-        Device plans are in buffers that the running batch reads. For those, `run` plans after it.
-        """
-        shares = self._device != HOST or (
-            self._graphs is not None and self._graphs.plans_share_memory
-        )
-        if not shares and batch.mode not in (ForwardMode.PREBUILT, ForwardMode.IDLE):
-            self.num_plans += plan_where_needed(batch, self._planner)
-
-    @torch.inference_mode()
-    def _forward(
-        self, batch: ForwardBatch, given: StageOutput, done: Callable[[int], None] | None
-    ) -> StageOutput:
-        self.num_plans += plan_where_needed(batch, self._planner)
-        context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)
-        return self.model.forward(
-            batch, given.hidden, context, given.aux_hidden, given.selected_keys
-        )
-
 
 logger = logging.getLogger(__name__)
-
-
-class StepFailed(InternalError):
-    """A stage could not run this batch. The pipeline itself still works."""
-
-    reason = "STEP_FAILED"
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one launched batch: a token per sampling row, in row order, or an error.
-
-    `scores` has one entry per scoring row, in row order. On a pool that speculates, `verified` has
-    one entry per sampling row, and the row has as many tokens as its accepted nodes. For a PREBUILT
-    batch, `verified` has one entry per row.
-    """
-
-    sequence: int
-    tokens: list[DrawnToken]
-    error: BatonError | None = None
-    verified: list[Verified] = field(default_factory=list)
-    scores: list[Scores] = field(default_factory=list)
-
-
-StepResults = tuple[StepResult | None, ...]  # by data rank; None if it had no batch in the step
 
 
 class Pipeline(Protocol):
@@ -267,69 +111,6 @@ class LastStage:
         return StageResult(tokens, verified, scored.scores)
 
 
-class _Results:
-    """The results of launched steps, received from the sampling rank of each data rank."""
-
-    def __init__(self, ranks: StageRanks, channel: StageChannel | None, *, last_stage: int) -> None:
-        own = ranks.own
-        self._drawing = [
-            last_stage * own.size + data_rank * own.attention.size
-            for data_rank in range(own.data_size)
-        ]
-        self._channel = channel
-        self._due: deque[tuple[int, Step]] = deque()  # steps by sequence number
-        self._came: dict[int, StepResult] = {}  # results of the oldest step, by data rank
-
-    def launched(self, sequence: int, step: Step) -> None:
-        self._due.append((sequence, step))
-
-    def of_this_process(self, result: StepResult) -> None:
-        """Store the first data rank's result of the only step in flight."""
-        self._came[0] = result
-
-    def collect(self, timeout_s: float) -> StepResults | None:
-        """Implement `Pipeline.collect`."""
-        if not self._due:
-            return None
-        deadline_s = time.monotonic() + timeout_s
-        (sequence, step) = self._due[0]
-        for data_rank, batch in enumerate(step):
-            while batch is not None and data_rank not in self._came:
-                result = self._receive(
-                    self._drawing[data_rank], sequence, max(0.0, deadline_s - time.monotonic())
-                )
-                if result is None:
-                    return None
-                self._came[data_rank] = result
-        self._due.popleft()
-        results = tuple(self._came.get(data_rank) for data_rank in range(len(step)))
-        self._came.clear()
-        return results
-
-    def _receive(self, rank: int, sequence: int, timeout_s: float) -> StepResult | None:
-        assert self._channel is not None, "only other processes' results are received"
-        while (packet := self._channel.receive(rank, timeout_s=timeout_s)) is not None:
-            if packet.kind in (PacketKind.PART, PacketKind.FAULT):
-                continue  # from a batch that failed on this rank
-            if packet.sequence != sequence:
-                raise IntegrityError(
-                    f"from stage {rank}: the result of batch {packet.sequence}, but that of batch "
-                    f"{sequence} is due"
-                )
-            if packet.kind is PacketKind.ERROR:
-                return StepResult(sequence, [], StepFailed(records.unpack_error(packet)))
-            return _step_result(sequence, records.unpack_result(packet))
-        return None
-
-
-def first_sequence() -> int:
-    """Return a secret number to count a pipeline's batches from.
-
-    It differs from those of other formings.
-    """
-    return secrets.randbits(63)
-
-
 class SingleStage:
     """The whole model in this process, which is the first of the stage's `ranks`."""
 
@@ -349,7 +130,7 @@ class SingleStage:
         self._ranks = ranks or StageRanks()
         self._last = LastStage(sampler, drafter)
         self._channel = channel
-        self._results = _Results(self._ranks, channel, last_stage=0)
+        self._results = ResultCollector(self._ranks, channel, last_stage=0)
         self._sequence = first_sequence()
 
     def launch(self, step: Step) -> None:
@@ -364,7 +145,7 @@ class SingleStage:
             with self._ranks.step(self._sequence):
                 self._last.sampler.prepare(batch)
                 result = self._last.finish(batch, self._executor.run(batch))
-            return _step_result(self._sequence, result)
+            return step_result(self._sequence, result)
         except BROKEN_POOL:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
@@ -405,7 +186,7 @@ class HeadStage:
         self._executor = executor
         self._channel = channel
         self._frame_limit = FrameLimit(frame_timeout_s)
-        self._results = _Results(self._ranks, channel, last_stage=size - 1)
+        self._results = ResultCollector(self._ranks, channel, last_stage=size - 1)
         self._launched_s: deque[float] = deque()
         self._sequence = first_sequence()
 
@@ -428,10 +209,6 @@ class HeadStage:
 
     def wake(self) -> None:
         self._channel.wake()
-
-
-def _step_result(sequence: int, result: StageResult) -> StepResult:
-    return StepResult(sequence, result.tokens, verified=result.verified, scores=result.scores)
 
 
 def _run_to_packet(

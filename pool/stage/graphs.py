@@ -9,7 +9,7 @@ from engine.contracts.model import StageModel
 from engine.graphs.buckets import decode_buckets, extend_buckets, verify_buckets
 from engine.graphs.host_steps import HostSteps
 from engine.graphs.runner import StageGraphs
-from engine.pipeline.stages import LayerObserver
+from engine.pipeline.stage_executor import LayerObserver
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.contracts.config import SpeculationConfig
 from engine.speculative.contracts.draft_model import DraftModel

@@ -9,7 +9,7 @@ from engine.core.numerics import HOST
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CopyQueue, CudaCopies, DevicePools, PinnedStaging
-from engine.pipeline.stages import LayerObserver
+from engine.pipeline.stage_executor import LayerObserver
 from runtime.clock import SystemClock
 from transfer.agent.agent import TransferAgent
 from transfer.agent.prompts import DeviceEvent

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.contracts.model import ExpertTokens
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from engine.speculative.contracts.drafter import PoolDrafter
 from protos import worker_pb2 as pb
 from runtime.clock import Clock

@@ -14,7 +14,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
-from engine.pipeline.stages import LayerObserver
+from engine.pipeline.stage_executor import LayerObserver
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.contracts.config import SpeculationConfig
 from engine.speculative.contracts.draft_model import DraftModel

@@ -14,7 +14,7 @@ from engine.memory.heap import keep_freed_memory
 from engine.memory.pools import StagePools
 from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import StageRanks
-from engine.pipeline.stages import LayerObserver, StageExecutor
+from engine.pipeline.stage_executor import LayerObserver, StageExecutor
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING
 from models.weights_digest import StageWeights, WeightsDigest

@@ -14,7 +14,7 @@ from engine.core.draft_trees import SpecRow
 from engine.core.rows import Row, build_batch
 from engine.loop import EngineLoop
 from engine.memory.layout import NULL_INDEX
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from runtime.errors import BatonError, DeadlineError
 
 EventT = TypeVar("EventT")

@@ -14,7 +14,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepResult
+from engine.pipeline.results import StepResult
 from engine.speculative.contracts.verify import Run
 from engine.speculative.trees.draft_batches import extend_batch, followed_rows
 from pool.prefix.tree import ResumeRule

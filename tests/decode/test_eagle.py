@@ -12,7 +12,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.numerics import Numerics
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.attention.multistep_paged import PagedRounds

@@ -8,7 +8,7 @@ from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
 from engine.core.request import DrawnToken, Request
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from tests.decode.test_scheduler import Client, make, request
 
 TREE = TokenTree((106, 107, 9), (-1, 0, 0))

@@ -5,7 +5,7 @@ import pytest
 
 from decode.event_sender import MAX_JOINED, DecodeEventSender
 from engine.core.request import DrawnToken, TokenLogprobs
-from engine.pipeline.stages import StepResult
+from engine.pipeline.results import StepResult
 from pool.request.router_call import EventSender
 from protos import decode_pb2 as pb
 from protos import types_pb2

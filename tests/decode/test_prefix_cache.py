@@ -17,7 +17,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import AcceptedNodes, TokenTree, Verified
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
 from runtime.clock import ManualClock
 from runtime.digests import block_names

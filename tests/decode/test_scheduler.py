@@ -12,7 +12,7 @@ from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from pool.request.entry import Failed
 from runtime.clock import ManualClock
 from runtime.errors import (

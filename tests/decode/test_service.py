@@ -13,7 +13,7 @@ from decode import service as arrival
 from engine.core.batch import ForwardMode
 from engine.core.request import DrawnToken
 from engine.memory.layout import Buffer
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from pool.request import router_call
 from protos import decode_pb2 as pb
 from runtime.clock import SystemClock

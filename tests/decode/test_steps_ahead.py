@@ -13,7 +13,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.request import DrawnToken, FinishReason, ProblemCause, Request, SamplingParams
 from engine.core.rows import NOT_DRAWN
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from runtime.clock import ManualClock

@@ -16,7 +16,7 @@ from engine.core.rows import Row, build_batch
 from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver
 from engine.pipeline.ranks import Step
-from engine.pipeline.stages import StepFailed, StepResult, StepResults
+from engine.pipeline.results import StepFailed, StepResult, StepResults
 from runtime.clock import ManualClock
 from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
 

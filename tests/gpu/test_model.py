@@ -16,7 +16,7 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.loader import read_model
 from tests.support.device.device_stack import STEPS, Step, build_stage, build_stages, logits_of
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, QWEN3_MOE, tiny

@@ -20,7 +20,7 @@ from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork

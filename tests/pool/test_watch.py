@@ -16,7 +16,7 @@ from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.ranks import Step
-from engine.pipeline.stages import StepResult, StepResults
+from engine.pipeline.results import StepResult, StepResults
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.stage.metrics import LeaderMeters, LoadBoard

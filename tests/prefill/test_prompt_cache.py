@@ -13,7 +13,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.state_rows import NO_STATES
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from engine.sampling.sampler import Scores
 from pool.prefix.tree import ResumeRule
 from prefill.prompts import Event, FirstToken, PrefillLimits, Started

@@ -9,7 +9,7 @@ import pytest
 from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks, Failed
 from prefill.prompts import Event, FirstToken, PrefillEntry, PrefillLimits, Scored, Started

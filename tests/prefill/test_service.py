@@ -16,7 +16,7 @@ from engine.core.request import DrawnToken
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepResult
+from engine.pipeline.results import StepResult
 from models.weights_digest import StageWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader

@@ -20,7 +20,7 @@ from engine.core.numerics import Numerics
 from engine.core.state_rows import Snapshot, StateRow
 from engine.graphs.host_steps import HostSteps
 from engine.memory.layout import CacheKind
-from engine.pipeline.stages import LayerObserver, StageExecutor
+from engine.pipeline.stage_executor import LayerObserver, StageExecutor
 from models.loader import ModelDescription
 from runtime.errors import InternalError, StalePlanError
 from testing.batches import unmarked

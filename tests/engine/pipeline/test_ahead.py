@@ -14,7 +14,8 @@ from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import NOT_DRAWN, Row, build_batch
 from engine.pipeline.ahead import AheadStage, drawn_tokens, put_drawn
-from engine.pipeline.stages import SingleStage, StepFailed, StepResult, StepResults
+from engine.pipeline.results import StepFailed, StepResult, StepResults
+from engine.pipeline.stages import SingleStage
 from engine.sampling.guided import GuidedSampler
 from pool.role import PoolRole
 from pool.stage.config import WorkerConfig

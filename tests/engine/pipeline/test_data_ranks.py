@@ -16,7 +16,7 @@ from engine.core.rows import Row, build_batch, sampling_row
 from engine.pipeline import records
 from engine.pipeline.channel import PartPiece
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks, Step, plan_step, rows_per_rank
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
 from pool.start import check_ranks

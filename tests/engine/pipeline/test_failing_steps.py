@@ -9,7 +9,7 @@ from torch import Tensor
 from decode.entry import Finished
 from engine.core.batch import SamplingRow
 from engine.core.request import DrawnToken, Request, SamplingParams
-from engine.pipeline.stages import StepFailed
+from engine.pipeline.results import StepFailed
 from engine.sampling.guided import GuidedSampler
 from tests.support.models.tiny_models import QWEN3, tiny
 from tests.support.pool import local_pool as pools

@@ -26,7 +26,7 @@ from engine.core.batch import FieldRule, ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
 from engine.core.numerics import Numerics
 from engine.core.rows import Row, build_batch
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.attention.multistep_device import DeviceRounds
 from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
@@ -371,7 +371,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/backends/plan.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
     "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
     "engine/core/batch.py": check_executor,
-    "engine/pipeline/stages.py": in_turn(
+    "engine/pipeline/stage_executor.py": in_turn(
         check_executor,
         host_steps.test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before,
     ),

@@ -18,7 +18,7 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.loader import ModelDescription
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 

@@ -15,7 +15,7 @@ from engine.core.layer_range import Placement
 from engine.core.rows import Row, build_batch
 from engine.pipeline.channel import Packet
 from engine.pipeline.ranks import StageRanks
-from engine.pipeline.stages import StepResult
+from engine.pipeline.results import StepResult
 from engine.sampling.guided import GuidedSampler
 from pool import process as process_module
 from pool.pipeline import leader as leader_module

@@ -12,7 +12,7 @@ from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.ranks import Step
-from engine.pipeline.stages import StepResults
+from engine.pipeline.results import StepResults
 from pool.stage import warmup as warmup_module
 from pool.stage.warmup import run_inside
 from runtime.clock import SystemClock

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow
-from engine.pipeline.stages import Commits
+from engine.pipeline.stage_executor import Commits
 from runtime.errors import InternalError, StalePlanError
 
 LAYER = 3

@@ -23,7 +23,7 @@ from engine.graphs.capture import Capture, CudaCapture
 from engine.graphs.runner import StageGraphs
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.loader import ModelDescription
 from testing.batches import unmarked
 from tests.support.device.capture import RecordingCapture

@@ -24,7 +24,7 @@ from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.records import pack_batch, unpack_batch
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from models.loader import ModelDescription
 from tests.support.kernels.flashinfer import FakeWrappers
 from tests.support.kernels.flashinfer_latent import FakeLatentWrappers

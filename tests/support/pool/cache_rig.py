@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch
 from engine.memory.integrity import read_books
-from engine.pipeline.stages import StepFailed
+from engine.pipeline.results import StepFailed
 from prefill.scheduler import PrefillScheduler
 from runtime.observe.metrics import CacheMetrics
 from tests.support.pool.token_memory import TokenMemory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
 from pool.start import start
 from prefill.worker import PrefillRole
 

@@ -30,7 +30,8 @@ from engine.pipeline.ahead import AheadStage
 from engine.pipeline.channel import FrameChannel
 from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import StageRanks
-from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage, StageExecutor
+from engine.pipeline.stage_executor import StageExecutor
+from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
 from engine.speculative.contracts.drafter import Drafter
