@@ -26,15 +26,8 @@ from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 from runtime.observe.metrics import RpcMetrics
 from runtime.observe.tracing import Tracing, context_of
 from runtime.rpc.calls import CallTracker, failed
-from runtime.rpc.read_limits import (
-    CallLimiter,
-    MessageBounds,
-    ReadLimiter,
-    ReadLimits,
-    WriteTimeout,
-    bounded,
-    held_bytes,
-)
+from runtime.rpc.message_bounds import MessageBounds, bounded, held_bytes
+from runtime.rpc.read_limits import CallLimiter, ReadLimiter, ReadLimits, WriteTimeout
 from runtime.rpc.status import RpcFailure
 from runtime.security.access import Access, ServerSecurity, access_to, address_of
 

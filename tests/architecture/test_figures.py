@@ -112,7 +112,7 @@ def _spelled(value: float) -> str:
 SERVER, CALLS, INTAKE = (
     "runtime/rpc/server.py",
     "runtime/rpc/interceptor.py",
-    "runtime/rpc/read_limits.py",
+    "runtime/rpc/message_bounds.py",
 )
 ROUTER, GRAMMAR, LANGUAGE = (
     "router/config.py",

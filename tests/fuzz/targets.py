@@ -39,7 +39,7 @@ from runtime.errors import (
     PeerLostError,
 )
 from runtime.grammar import Grammar, GrammarKind
-from runtime.rpc.read_limits import MessageBounds, bounded
+from runtime.rpc.message_bounds import MessageBounds, bounded
 from tests.fuzz.engine import Target
 from tests.router.harness import FACTS
 from transfer.plan import codec

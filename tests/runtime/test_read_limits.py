@@ -9,18 +9,16 @@ import pytest
 from protos import generation_pb2 as pb
 from protos import types_pb2
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError
-from runtime.rpc.read_limits import (
+from runtime.rpc.message_bounds import (
     FREE_INFLATED_BYTES,
     MAX_INFLATION,
     MAX_NUMBERS,
     MAX_PARTS,
-    CallLimiter,
     MessageBounds,
-    ReadLimiter,
-    ReadLimits,
     bounded,
     held_bytes,
 )
+from runtime.rpc.read_limits import CallLimiter, ReadLimiter, ReadLimits
 from tests.router.harness import eventually
 
 
