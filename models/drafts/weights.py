@@ -11,8 +11,9 @@ from engine.core.numerics import HOST, Numerics
 from models.blocks.config import RawConfig
 from models.blocks.weights import RandomWeights, Weights, WeightSource
 from models.checkpoint import WeightEntry, read_tensor
+from models.checkpoint_part import target_entry
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
-from models.loader import ModelDescription, target_entry
+from models.loader import ModelDescription
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 

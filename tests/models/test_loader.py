@@ -16,7 +16,8 @@ from torch import Tensor
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
-from models.loader import random_model, read_model, stage_entries
+from models.checkpoint_part import stage_entries
+from models.loader import random_model, read_model
 from router.text.model_facts import load_served_model
 from runtime.errors import ConfigError
 from runtime.model_files.config import read_config
