@@ -3,8 +3,6 @@
 import itertools
 from functools import partial
 
-from pool.role import LeaderParts
-
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeLimits, Event, Finished
 from decode.handler import DecodeParts
@@ -18,6 +16,7 @@ from engine.pipeline.stage_executor import LayerObserver
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks, Failed
+from pool.role import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.stage import Stage
