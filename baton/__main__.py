@@ -1,4 +1,4 @@
-"""`python -m baton`, and the `baton` command: loads the rest."""
+"""Entry point of `python -m baton` and the `baton` command; loads the rest."""
 
 import signal
 import sys
@@ -14,8 +14,7 @@ _WITHOUT_FORK_SERVER = ("--no-preload", "--device", "--help")
 
 
 def main() -> None:
-    """The entry point. Ctrl-C while the rest still loads ends the process as it ends any other: in
-    silence."""
+    """Run the command. A Ctrl-C during loading ends the process without a traceback."""
     is_heard = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # a shell's background job ignores it
@@ -27,7 +26,7 @@ def main() -> None:
         fork_server = None
         if needs_fork_server(
             sys.argv[1:]
-        ):  # it loads for longer than this process: so it begins first
+        ):  # loading it takes longer than this process: start it first
             from baton.fork_server import ForkServer
 
             try:
@@ -38,7 +37,7 @@ def main() -> None:
 
         from baton.cli import app
 
-        command = get_command(app)  # takes a while, too
+        command = get_command(app)  # also slow to load
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with whole_output("baton"):
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def _refused(error: ConfigError) -> int:
-    """Says so in one line; the exit code."""
+    """Print the error in one line; return the exit code."""
     from runtime.process.supervision import EXIT_CONFIG
 
     print(f"baton: {error}", file=sys.stderr)
@@ -54,8 +53,10 @@ def _refused(error: ConfigError) -> int:
 
 
 def needs_fork_server(arguments: Sequence[str]) -> bool:
-    """Whether a command line is likely to start workers that are forks. If it is wrong about it,
-    one is started later, or in vain."""
+    """Return whether a command line is likely to start workers as forks.
+
+    If the guess is wrong, a fork server is started later, or one is started for nothing.
+    """
     return (
         bool(arguments)
         and arguments[0] in _STARTING

@@ -1,5 +1,5 @@
-"""What `baton generate` and `baton chat` take for conversations beside a question: files of
-messages and of tools, and arguments of the model's chat template."""
+"""Chat options of `baton generate` and `baton chat`: files of messages and tools, and template
+arguments."""
 
 import json
 import sys
@@ -16,40 +16,41 @@ from runtime.errors import ConfigError
 Messages = Annotated[
     Path | None,
     typer.Option(
-        help="File with a JSON list of messages, as OpenAI's API has them, to be answered; -: stdin."
+        help="File with a JSON list of messages, in the form of OpenAI's API, to respond to; -: "
+        "stdin."
     ),
 ]
 Tools = Annotated[
     Path | None,
     typer.Option(
-        help="File with a JSON list of tools, as OpenAI's API has them, that the model may call."
+        help="File with a JSON list of tools, in the form of OpenAI's API, that the model may call."
     ),
 ]
 TemplateArguments = Annotated[
     list[str] | None,
     typer.Option(
         "--template-argument",
-        help="NAME=JSON for the model's chat template, as enable_thinking=false; repeat for more.",
+        help="NAME=JSON for the model's chat template, such as enable_thinking=false; repeatable.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a chat's template gets beside its messages."""
+    """Inputs of a chat template besides the messages."""
 
     tools: tuple[Mapping[str, object], ...] = ()
     template_arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_options(tools: Path | None, arguments: Sequence[str] | None) -> ChatOptions:
-    """Return what the flags give. Raises ConfigError naming the flag that cannot be read."""
+    """Return the options of the flags, or raise ConfigError naming the flag that cannot be read."""
     listed = () if tools is None else tuple(_objects("tools", _read(tools, "tools")))
     return ChatOptions(listed, dict(map(_argument, arguments or ())))
 
 
 def read_messages(path: Path) -> tuple[ChatMessage, ...]:
-    """Return the messages of a file. Raises ConfigError naming the message that is none."""
+    """Return the messages of a file, or raise ConfigError naming the invalid message."""
     messages = _objects("messages", _read(path, "messages"))
     return tuple(_message(index, given) for index, given in enumerate(messages))
 
@@ -62,7 +63,7 @@ def _argument(text: str) -> tuple[str, object]:
     except (ValueError, RecursionError):
         pass
     raise ConfigError(
-        f"--template-argument: must be NAME=JSON, as enable_thinking=false, got {text!r}",
+        f"--template-argument: must be NAME=JSON, such as enable_thinking=false, got {text!r}",
         field="template_argument",
     )
 
@@ -80,7 +81,7 @@ def _objects(flag: str, text: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--{flag}: no JSON: {error}", field=flag) from None
+        raise ConfigError(f"--{flag}: not JSON: {error}", field=flag) from None
     if (
         not isinstance(found, list)
         or not found
@@ -107,7 +108,8 @@ def _message(index: int, given: Mapping[str, Any]) -> ChatMessage:
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            f"--messages: message {index} is none of OpenAI's API: {error!r}", field="messages"
+            f"--messages: message {index} is not in the form of OpenAI's API: {error!r}",
+            field="messages",
         ) from None
 
 

@@ -1,8 +1,8 @@
 """`python -m baton.child PARENT_PID CORE MODULE ARG...`: become `python -m MODULE ARG...`, tied to
 its parent.
 
-Done here, between fork and exec, because code that runs inside a fork of a threaded process must
-not allocate.
+This runs in a new interpreter, because code between fork and exec of a threaded process must not
+allocate.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a local cluster consists of, checked before any of it starts."""
+"""Configuration of a local cluster, checked before any process starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +20,21 @@ _MAX_PROCESSES = 64
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the
-    routers, of which the first listens at `listen` ("router") and the others on ports of their own
-    ("router-1", ...). At `http`, if given, a gateway before all routers serves OpenAI's API.
-    Without `one_core_each` processes have all cores: those on a GPU compile kernels as they start,
-    and move bytes beside it. Else those of a role in `cores` keep to one of these each, in turn,
-    and the others to what `core_places` leaves them.
+    """Configuration of a local cluster.
 
-    With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of
-    `fork_server`, which stays, or of one of the cluster's own. They start faster, and so does one that
-    replaces a dead one."""
+    `worker_flags` go to every prefill and decode process, `router_flags` to the routers. The first
+    router ("router") listens at `listen`, the others ("router-1", ...) on ports of their own. If
+    `http` is given, a gateway there serves OpenAI's API in front of all routers.
+
+    Without `one_core_each`, processes may use all cores. Workers on a GPU need that, because they
+    compile kernels at startup and move bytes during computation. Otherwise the processes of a role
+    in `cores` are pinned to one of its cores each, in turn, and the others as `core_places`
+    decides.
+
+    With `forks_workers`, prefill and decode processes are forks of a process that has loaded torch:
+    of `fork_server`, which outlives the cluster, or of one that belongs to the cluster. Forks start
+    faster, also after a failure.
+    """
 
     model: Path
     prefill: int = 1
@@ -43,8 +48,8 @@ class ClusterConfig:
     prefill_partition: str = ""
     decode_partition: str = ""
     routers: int = 1
-    listen: str | None = None  # None: that of the file, else DEFAULT_TARGET
-    memory_mb: int | None = None  # cache of each worker; None: a share of what is free
+    listen: str | None = None  # None: of the file, else DEFAULT_TARGET
+    memory_mb: int | None = None  # cache of each worker; None: a share of the free memory
     max_context: int | None = None
     http: str = ""
     worker_flags: tuple[str, ...] = ()
@@ -54,7 +59,7 @@ class ClusterConfig:
     cores: Mapping[str, Sequence[int]] = field(default_factory=dict)
     log_level: str = "info"
     log_style: LogStyle | None = (
-        None  # None: that of each role's table in the file, and lines for people here
+        None  # None: of each role's table in the file, and text for the cluster's own lines
     )
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
@@ -62,12 +67,12 @@ class ClusterConfig:
     fork_server: ForkServer | None = None
     places: ProcessPlaces = HERE
     security: ChannelSecurity = (
-        PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
+        PLAIN_CHANNEL  # shown to the cluster's own processes to query their health
     )
 
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
-        """The pools of each role."""
+        """Return the pools of each role."""
         given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)
@@ -99,13 +104,17 @@ class ClusterConfig:
 
     @property
     def shared_flags(self) -> tuple[str, ...]:
-        """Of workers and routers alike."""
+        """Return the flags that workers and routers share."""
         file = () if self.config_file is None else ("--config", str(self.config_file))
         style = () if self.log_style is None else ("--log-style", self.log_style.value)
         return ("--model", str(self.model), "--log-level", self.log_level, *style, *file)
 
     def check(self) -> None:
-        """Raises ConfigError naming the setting and its limit, before anything is started."""
+        """Check the settings before any process starts.
+
+        Raises:
+            ConfigError: a setting is outside its limit; names both.
+        """
         parse_address(self.listen or DEFAULT_TARGET, field="listen")
         for name in (
             "prefill",
@@ -126,8 +135,8 @@ class ClusterConfig:
             count := self.routers + sum(shape.num_processes for shape in self.shapes)
         ) > _MAX_PROCESSES:
             raise ConfigError(
-                f"{count} processes are asked for, routers and the stages and ranks of all pools, and "
-                f"the limit is {_MAX_PROCESSES}",
+                f"{count} processes requested (routers, and the stages and ranks of all pools), the "
+                f"limit is {_MAX_PROCESSES}",
                 field="processes",
             )
         check_model_folder(self.model)
@@ -144,5 +153,5 @@ class ClusterConfig:
 
 
 def demo_model() -> Path:
-    """The checkpoint that ships with Baton."""
+    """Return the checkpoint that is included in Baton."""
     return Path(str(resources.files("demo") / "model"))

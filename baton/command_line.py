@@ -1,5 +1,4 @@
-"""What the commands of `baton` share: their options, and how each of their failures becomes one
-line."""
+"""Options that the commands of `baton` share, and one-line errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ Target = Annotated[
     typer.Option(
         show_default=DEFAULT_TARGET,
         envvar="BATON_TARGET",
-        help="HOST:PORT of the router. Several, repeated or with "
-        "commas between them, take turns, and one goes on with what another left unfinished.",
+        help="HOST:PORT of the router. Several (repeated, or separated by commas) are used in "
+        "turn; one continues what another did not finish.",
     ),
 ]
 Timeout = Annotated[
@@ -35,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 def targets_of(given: list[str] | None) -> tuple[str, ...]:
-    """Return the routers that `--target` names. Raises ConfigError when it names none."""
+    """Return the routers that `--target` names, or raise ConfigError if it names none."""
     targets = tuple(
         part.strip()
         for text in given or [DEFAULT_TARGET]
@@ -51,8 +50,10 @@ def targets_of(given: list[str] | None) -> tuple[str, ...]:
 def one_line_errors(
     target: list[str] | None = None, *, tls_ca: Path | None = None, token_file: Path | None = None
 ) -> Iterator[None]:
-    """Exit with one line about a failure. `target` and the flags are those of a command that
-    connects."""
+    """Exit with one line about a failure.
+
+    `target` and the flags are those of a command that connects.
+    """
     try:
         with told_of_full_disks():
             yield

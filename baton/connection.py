@@ -1,5 +1,4 @@
-"""The flags that set how every command of `baton` connects; each has a variable, so that they are
-set once."""
+"""Flags for the connection of every `baton` command, each with an environment variable."""
 
 import socket
 import ssl
@@ -16,12 +15,14 @@ from runtime.security.access import ChannelSecurity, client_security
 TlsCa = Annotated[
     Path | None,
     typer.Option(
-        envvar="BATON_TLS_CA", help="PEM certificates of the authority to trust; connect by TLS."
+        envvar="BATON_TLS_CA", help="PEM certificates of the trusted authority; enables TLS."
     ),
 ]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(envvar="BATON_TLS_CERT", help="PEM certificate to show, where one is asked for."),
+    typer.Option(
+        envvar="BATON_TLS_CERT", help="PEM certificate to present if the server requests one."
+    ),
 ]
 TlsKey = Annotated[
     Path | None, typer.Option(envvar="BATON_TLS_KEY", help="PEM key of the certificate.")
@@ -30,11 +31,12 @@ TlsName = Annotated[
     str,
     typer.Option(
         envvar="BATON_TLS_NAME",
-        help="DNS name the server's certificate must have; default: the host of the target.",
+        help="DNS name that the server's certificate must have; default: the host of the target.",
     ),
 ]
 TokenFile = Annotated[
-    Path | None, typer.Option(envvar="BATON_TOKEN_FILE", help="File with the bearer token to show.")
+    Path | None,
+    typer.Option(envvar="BATON_TOKEN_FILE", help="File with the bearer token to present."),
 ]
 
 
@@ -45,7 +47,11 @@ def connection(
     tls_name: str,
     token_file: Path | None,
 ) -> ChannelSecurity:
-    """Raises ConfigError naming the flag that is missing or whose file cannot be used."""
+    """Return the security settings of the flags.
+
+    Raises:
+        ConfigError: a flag is missing, or its file cannot be used; names the flag.
+    """
     return client_security(
         tls_ca=tls_ca,
         tls_cert=tls_cert,
@@ -61,25 +67,31 @@ _PROBE_S = 2.0
 def advice(
     error: BatonError, targets: Sequence[str], *, tls_ca: Path | None, token_file: Path | None
 ) -> str:
-    """Return what to do about an error, where it looks like a flag too few or too many, or like no
-    router at all; begins with "; ", empty where there is nothing to say."""
+    """Return advice about an error that looks like a wrong flag or a missing router.
+
+    It begins with "; ", and is empty if there is no advice.
+    """
     if isinstance(error, UnauthenticatedError) and token_file is None:
-        return "; show one with --token-file FILE (or BATON_TOKEN_FILE)"
+        return "; pass one with --token-file FILE (or BATON_TOKEN_FILE)"
     if not isinstance(error, UnavailableError):
         return ""
     target = targets[0].partition(",")[0].strip()
     speaks_tls = _speaks_tls(target)
     if speaks_tls is None:
-        return "; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) names another router"
+        return (
+            "; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) selects "
+            "another router"
+        )
     if speaks_tls and tls_ca is None:
-        return f"; {target} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)"
+        return f"; {target} uses TLS: pass --tls-ca FILE (or BATON_TLS_CA)"
     if speaks_tls is False and tls_ca is not None:
-        return f"; {target} does not speak TLS: leave --tls-ca (and BATON_TLS_CA) out"
+        return f"; {target} does not use TLS: remove --tls-ca (and BATON_TLS_CA)"
     return ""
 
 
 def _speaks_tls(target: str) -> bool | None:
-    """None when nothing answers there. What is answered is not trusted."""
+    """Return whether the target speaks TLS, or None if it does not respond. Its response is not
+    trusted."""
     address = parse_address(target)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -1,8 +1,8 @@
-"""`baton chat`: a conversation in the terminal, or piped through it line by line.
+"""`baton chat`: a conversation in the terminal, or over a pipe line by line.
 
-In a terminal a line can be edited, several pasted lines are one turn, Ctrl-C ends the answer and
-not the conversation, and an answer that fails costs nothing but itself. A pipe gets each line
-answered, and ends with the first failure.
+In a terminal, a line can be edited, and several pasted lines are one turn. Ctrl-C ends the response
+and not the conversation, and so does an error. Over a pipe, each line gets a response, and the
+first error ends the program.
 """
 
 import sys
@@ -19,12 +19,12 @@ HELP = """\
 /help    this
 /exit    end, as Ctrl-D does
 Ctrl-C ends the answer that is being written. Alt-Enter begins a new line; what is pasted stays one turn."""
-_KEYS = "Ctrl-D or /exit ends the conversation; /help says more"
+_KEYS = "Ctrl-D or /exit ends the conversation; /help shows more"
 
 
 @dataclass
 class Conversation:
-    """The messages so far, and how to get the next one."""
+    """Messages so far, and the means to get the next one."""
 
     client: BatonClient
     system: str
@@ -38,11 +38,12 @@ class Conversation:
         self.history.clear()
 
     def answer(self, text: str) -> str:
-        """Ask, print the answer as it comes, and return how it ended. What was said so far is kept
-        with the answer, or with as much of it as came before a KeyboardInterrupt.
+        """Send the text, print the response as it arrives, and return how it ended.
+
+        The history keeps the text with the response, or with the part before a KeyboardInterrupt.
 
         Raises:
-            BatonError: it failed; the history is what it was before.
+            BatonError: the response failed; the history is unchanged.
         """
         while True:
             try:
@@ -51,7 +52,7 @@ class Conversation:
                 if not (self.history and _is_too_long(error)):
                     raise
                 del self.history[:2]
-                print("(the conversation is longer than the context: its oldest turn is forgotten)")
+                print("(the conversation is longer than the context: its oldest turn is dropped)")
 
     def _answer(self, text: str) -> str:
         first = [ChatMessage("system", self.system)] if self.system else []
@@ -92,11 +93,11 @@ def converse(
     stop: Stop,
     timeout_s: float | None,
 ) -> None:
-    """Answer what is typed, or each line of stdin, until it ends.
+    """Respond to typed turns, or to each line of stdin, until the input ends.
 
     Raises:
-        BatonError: an answer failed, and no person is there to read of it and go on.
-        ConfigError: there is nothing to read from or to write to, or what is piped in is no text.
+        BatonError: a response failed in a pipe.
+        ConfigError: stdin or stdout is missing, or the piped input is not text.
     """
     conversation = Conversation(client, system, options, sampling, stop, timeout_s)
     if sys.stdin is None or sys.stdout is None:
@@ -110,11 +111,11 @@ def converse(
 
 
 def _piped() -> Iterator[str]:
-    """Yield the lines of stdin. Raises ConfigError for what is no text."""
+    """Yield the lines of stdin, or raise ConfigError if the input is not text."""
     try:
         yield from sys.stdin
     except UnicodeDecodeError as error:
-        raise ConfigError(f"what is piped in is no text: {error}", field="stdin") from None
+        raise ConfigError(f"the piped input is not text: {error}", field="stdin") from None
 
 
 def _talk(conversation: Conversation) -> None:
@@ -131,7 +132,7 @@ def _talk(conversation: Conversation) -> None:
                 conversation.clear()
                 print("(forgotten)")
             case word if word.startswith("/") and " " not in word:
-                print(f"(there is no {word}; /help says what there is)")
+                print(f"(unknown command {word}; /help lists the commands)")
             case _:
                 _say(conversation, text)
 
@@ -142,17 +143,17 @@ def _say(conversation: Conversation, text: str) -> None:
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         return
-    except KeyboardInterrupt:  # right before the answer, or right behind it
+    except KeyboardInterrupt:  # right before or after the response
         reason = "interrupted"
     if reason == "length":
-        print("(cut off: the limit of tokens is reached; /clear makes room)")
+        print("(cut off: the token limit is reached; /clear makes room)")
     elif reason == "interrupted":
         print("(stopped)")
 
 
 def _typed() -> Iterator[str]:
-    """What a person types, turn by turn, until Ctrl-D."""
-    from prompt_toolkit import PromptSession  # takes a while to load, and a pipe needs none of it
+    """Yield the typed turns until Ctrl-D."""
+    from prompt_toolkit import PromptSession  # slow to load, and not needed for a pipe
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()

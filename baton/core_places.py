@@ -1,21 +1,22 @@
-"""Which cores the processes of a local cluster keep to."""
+"""Assignment of a local cluster's processes to cores."""
 
 from collections.abc import Mapping, Sequence
 
 LOADS = {"prefill": 1.0, "decode": 0.6}
-"""About how much of a core a worker takes while its cluster is busy; only their order and sums
-count."""
+"""Approximate load of a worker in cores while its cluster is busy; only order and sums matter."""
 
 
 def core_places(
     roles: Mapping[str, str], cores: Sequence[int], given: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The cores of each name of `roles`, which are "prefill", "decode" and "router".
+    """Return the cores of each process of `roles`.
 
-    A worker gets one, prefill workers first, of `cores` the one that has the least to do. Routers
-    go from one to another of those that no worker has, or else no prefill worker; where that is a
-    single one, which then draws, they have all: prefill workers pause, too. Roles in `given` take
-    the cores there in turn.
+    `roles` maps names to "prefill", "decode" or "router".
+
+    A worker gets one core, the least loaded of `cores`, prefill workers first. Routers rotate over
+    the cores without a worker, or else those without a prefill worker. If only a single such core
+    is left, and it has a decode worker, routers use all cores, because prefill workers also pause.
+    Roles in `given` use its cores in turn.
     """
     given = given or {}
     loads, places = dict.fromkeys(cores, 0.0), dict[str, tuple[int, ...]]()

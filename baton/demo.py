@@ -1,4 +1,4 @@
-"""`baton demo`: the whole system once, with the model that ships with it."""
+"""`baton demo`: one question to a whole cluster, with the included model."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampli
 from baton.wire import completion_of
 from runtime.errors import InternalError
 
-# What the demo model was made for: questions about facts of a little story, at its end.
+# The demo model was trained to state facts of a short story at its end.
 ANSWER = "Near the library Ivan hid a red notebook."
 STORY = (
     f"Near the old mill Mona found a golden lantern. {ANSWER} Near the harbor Sam painted a blue teapot. "
@@ -28,11 +28,13 @@ REPORT_S = 0.1  # workers report four times a second
 
 
 async def run_demo(console: Console, fork_server: ForkServer | None) -> None:
-    """Start router, prefill and a decode pool of two stages; ask about a little story; show where
-    the time went. The workers are forks of `fork_server`, or of one of the cluster's own.
+    """Run one question through a cluster and show the timings.
 
-    Raises BatonError when a process cannot start, the answer does not come in time or is not the
-    right one.
+    The cluster has a router, a prefill worker and a decode pool of two stages. The workers are
+    forks of `fork_server`, or of one that belongs to the cluster.
+
+    Raises:
+        BatonError: a process cannot start, or the response is late or wrong.
     """
     started = time.monotonic()
     config = ClusterConfig(
@@ -49,8 +51,7 @@ async def run_demo(console: Console, fork_server: ForkServer | None) -> None:
 
 
 async def status_at_rest(client: AsyncBatonClient) -> ClusterStatus:
-    """The status once the workers have reported that the answer holds nothing any more, or after
-    the time for that."""
+    """Return the status once the workers report that nothing is held any more, or on timeout."""
     status = await client.cluster_status()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REST_TIMEOUT_S):
@@ -87,7 +88,7 @@ async def _ask(client: AsyncBatonClient, console: Console) -> None:
     completion = completion_of(events)
     if completion.text.strip() != ANSWER:
         raise InternalError(
-            f"the right answer is {ANSWER!r}, the cluster said {completion.text.strip()!r}"
+            f"the right answer is {ANSWER!r}, the cluster returned {completion.text.strip()!r}"
         )
-    console.print("right: every word of it was read by prefill and crossed to decode\n")
+    console.print("right: prefill read every word, and the cache crossed to decode\n")
     console.print(timings_table(completion, ttft_s=ttft_s or 0.0))

@@ -1,4 +1,4 @@
-"""Options that are numbers."""
+"""Check of numeric options."""
 
 import math
 
@@ -6,8 +6,10 @@ import typer
 
 
 def finite(value: float | None) -> float | None:
-    """For `typer.Option(callback=finite)`. The limits of an option let what is not a number pass,
-    for it is neither less nor more. Raises typer.BadParameter."""
+    """Return the value, or raise typer.BadParameter for NaN (for `typer.Option(callback=finite)`).
+
+    The limits of an option accept NaN, which is neither less nor more than any limit.
+    """
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, got {value}.")
     return value

@@ -1,4 +1,4 @@
-"""What `baton up` suggests to try first."""
+"""First question that `baton up` suggests."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from baton.values import ModelInfo
 
 @dataclass(frozen=True)
 class FirstQuestion:
-    """A prompt in the form that a model answers, and how long the answer may get."""
+    """Prompt in the form that a model responds to, and the length of the response."""
 
     prompt: str
     is_chat: bool = False
@@ -31,15 +31,17 @@ class FirstQuestion:
         return cls("1,2,3", is_ids=True, max_tokens=8)
 
     def words(self) -> str:
-        """Return it as words of `baton generate`."""
+        """Return the question as arguments of `baton generate`."""
         prompt = (
             f"--ids {self.prompt}" if self.is_ids else f'{"--chat " * self.is_chat}"{self.prompt}"'
         )
         return prompt if self.max_tokens is None else f"{prompt} --max-tokens {self.max_tokens}"
 
     def curl(self, address: str, model: str) -> str:
-        """Return it as a `curl` command for the gateway at HOST:PORT. Where the environment names a
-        proxy for that address, curl is told to pass it by."""
+        """Return the question as a `curl` command for the gateway at HOST:PORT.
+
+        If the environment names a proxy for that address, curl bypasses it.
+        """
         asked: Mapping[str, object] = {"prompt": self.prompt}
         if self.is_chat:
             asked = {"messages": [{"role": "user", "content": self.prompt}]}

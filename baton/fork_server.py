@@ -1,11 +1,12 @@
-"""How a supervisor starts processes: each for itself, or as forks of a process that has loaded what
-workers load.
+"""Start of child processes, independently or as forks of a process with the workers' imports
+loaded.
 
-child = await spawn("router", arguments, core="all", environment=environment)
+    child = await spawn("router", arguments, core="all", environment=environment)
 
-with ForkServer() as fork_server:                               # a process; loads while it takes the first orders
-    async with await fork_server.connect() as link:
-        child = await link.spawn("decode", arguments, core="1", environment=environment)
+    with ForkServer() as fork_server:                     # a process; loads while it accepts the
+    first orders
+        async with await fork_server.connect() as link:
+            child = await link.spawn("decode", arguments, core="1", environment=environment)
 """
 
 import asyncio
@@ -38,7 +39,7 @@ _REAP_S = 5.0
 
 
 class Child(Protocol):
-    """A running process and what it writes. An `asyncio.subprocess.Process` is one."""
+    """Running process and its output; an `asyncio.subprocess.Process` is one."""
 
     @property
     def pid(self) -> int: ...
@@ -53,8 +54,8 @@ class Child(Protocol):
 
 
 class Spawn(Protocol):
-    """Starts `python -m MODULE ARG...`, tied to this process. Raises UnavailableError where it
-    cannot."""
+    """Starter of `python -m MODULE ARG...`, tied to this process; raises UnavailableError on
+    failure."""
 
     async def __call__(
         self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
@@ -62,21 +63,21 @@ class Spawn(Protocol):
 
 
 class ProcessPlaces(Protocol):
-    """Where each process of a cluster runs, and within what."""
+    """Hosts and wrappers of the processes of a cluster."""
 
     def host(self, name: str) -> str:
-        """The address it listens on, and the others find it at."""
+        """Return the address on which the process listens and the others find it."""
         ...
 
     def program(
         self, name: str, module: str, arguments: Sequence[str]
     ) -> tuple[str, Sequence[str]]:
-        """The module to run for this one, and its arguments."""
+        """Return the module to run for this process, and its arguments."""
         ...
 
 
 class Here:
-    """All on this machine's loopback, as they are. Satisfies `ProcessPlaces`."""
+    """All processes on this machine's loopback, without a wrapper."""
 
     def host(self, name: str) -> str:
         return "127.0.0.1"
@@ -93,7 +94,7 @@ HERE = Here()
 async def spawn(
     module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
 ) -> Child:
-    """A process of its own, in a session of its own, that ends with this one."""
+    """Start a process in its own session; it ends with this process."""
     command = program("baton.child", str(os.getpid()), core, module, *arguments)
     return await asyncio.create_subprocess_exec(
         *command,
@@ -107,11 +108,14 @@ async def spawn(
 
 
 class ForkServer:
-    """The process itself; it belongs to no event loop, so that several clusters can have one after
-    the other. Use as a context manager, from a thread that lives as long as it."""
+    """Process that forks workers.
+
+    It belongs to no event loop, so that several clusters can use it in turn. Use it as a context
+    manager, from a thread that outlives it.
+    """
 
     def __init__(self) -> None:
-        """Raises ConfigError where its socket cannot be."""
+        """Choose the path of the socket, or raise ConfigError if it cannot be created."""
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="baton-fork-")
         except OSError as error:
@@ -146,13 +150,13 @@ class ForkServer:
         self.close()
 
     def close(self) -> None:
-        """Ends its workers, too."""
+        """End the process and its workers."""
         self._process.kill()
         self._process.wait(_REAP_S)
         self._folder.cleanup()
 
     async def connect(self) -> "ForkServerLink":
-        """Raises UnavailableError when there is nothing to connect to."""
+        """Connect, or raise UnavailableError if the process cannot be reached."""
         deadline = asyncio.get_running_loop().time() + _LISTEN_S
         channel = open_socket()
         while True:
@@ -165,7 +169,7 @@ class ForkServer:
                     channel.close()
                     reason = error.strerror if code is None else f"it ended with exit code {code}"
                     raise UnavailableError(
-                        f"the process that loads what workers load cannot be reached: {reason}"
+                        f"cannot reach the process that forks workers: {reason}"
                     ) from error
                 await asyncio.sleep(_LOOK_S)
             else:
@@ -173,7 +177,7 @@ class ForkServer:
 
 
 class ForkedChild:
-    """Satisfies `Child`."""
+    """Child that is a fork of the fork server."""
 
     def __init__(self, stdout: asyncio.StreamReader) -> None:
         self._stdout = stdout
@@ -196,7 +200,7 @@ class ForkedChild:
         return await asyncio.shield(self._code)
 
     async def started(self) -> None:
-        """Raises PeerLostError when the fork server ended instead."""
+        """Wait for the start, or raise PeerLostError if the fork server ended first."""
         await asyncio.shield(self._pid)
 
     def answered(self, answer: OrderAnswer) -> None:
@@ -206,16 +210,16 @@ class ForkedChild:
             self._code.set_result(answer.code)
 
     def lost(self) -> None:
-        """The fork server is gone, and so is this process."""
+        """Record that the fork server has ended, and this process with it."""
         if not self._pid.done():
             self._pid.set_exception(PeerLostError("the fork server has ended"))
-            self._pid.exception()  # its order may not be waited for any more
+            self._pid.exception()  # mark as retrieved: its order may no longer be awaited
         if not self._code.done():
             self._code.set_result(-signal.SIGKILL)
 
 
 class ForkServerLink:
-    """Orders of one event loop. `is_open` until the fork server ends."""
+    """Connection of one event loop; `is_open` until the fork server ends."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -227,7 +231,8 @@ class ForkServerLink:
         self.is_open = True
 
     def close(self) -> None:
-        """Its workers go on, but what they write is not read any more: end them first."""
+        """Close the connection. Workers continue, but their output is no longer read: end them
+        first."""
         if self.is_open:
             self.is_open = False
             self._loop.remove_reader(self._channel)
@@ -241,8 +246,7 @@ class ForkServerLink:
     async def spawn(
         self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
     ) -> Child:
-        """As the function of this name, but a fork. Raises UnavailableError when the fork server
-        cannot."""
+        """Start a process as a fork, or raise UnavailableError if the fork server cannot."""
         if not self.is_open:
             raise UnavailableError("the fork server has ended")
         order = Order(

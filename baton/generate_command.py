@@ -1,4 +1,4 @@
-"""`baton generate`: from what was typed to a query, and from its events to text."""
+"""`baton generate`: from command line arguments to a query, and from events to text."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from baton.chat_options import read_messages
 from baton.values import ChatMessage, Chunk, Event, Prompt, Query, StructuredOutput
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
-PATIENCE_S = 2.0  # with a silent stdin
-_NO_PROMPT = "give a PROMPT, or pipe one in"
+PATIENCE_S = 2.0  # to wait for stdin before explaining
+_NO_PROMPT = "pass a PROMPT, or pipe one in"
 _SURROGATE = re.compile(
     "[\ud800-\udfff]"
-)  # how Python shows a byte of an argument that the locale has no text for
+)  # how Python represents a byte of an argument that the locale cannot decode
 
 
 def print_text(events: Iterable[Event], query: Query) -> None:
-    """As it arrives; of several choices each when it is whole, in the order in which they end."""
+    """Print text as it arrives; with several choices, print each when complete."""
     whole: dict[int, str] = {}
     for event in events:
         if isinstance(event, Chunk):
@@ -34,7 +34,7 @@ def print_text(events: Iterable[Event], query: Query) -> None:
 
 
 def structured_output_of(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
-    """What the answer must follow. Raises ConfigError for a file that cannot be read."""
+    """Return the constraint on the output, or raise ConfigError for a file that cannot be read."""
     if json_schema is None:
         return None if regex is None else StructuredOutput(regex=regex)
     try:
@@ -46,10 +46,10 @@ def structured_output_of(json_schema: Path | None, regex: str | None) -> Structu
 
 
 def read_prompt(argument: str | None) -> str:
-    """Return the argument; without one, or for "-", all of stdin but its last line's end.
+    """Return the argument; without one, or for "-", return stdin without its last line end.
 
     Raises:
-        ConfigError: there is no prompt, or what came is no text.
+        ConfigError: there is no prompt, or the input is not text.
     """
     if argument is not None and argument != "-":
         return _argument_text(argument)
@@ -59,35 +59,41 @@ def read_prompt(argument: str | None) -> str:
     try:
         text = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"what is piped in is no text: {error}", field="prompt") from None
+        raise ConfigError(f"the piped input is not text: {error}", field="prompt") from None
     if not text:
         raise ConfigError(f"{_NO_PROMPT}: stdin was empty", field="prompt")
     return text
 
 
 def _argument_text(argument: str) -> str:
-    """Return the argument as it was meant where the locale's encoding was not that of the bytes,
-    which then are UTF-8. Raises ConfigError for an empty one, and for what is no text."""
+    """Return the argument as UTF-8 text if the locale's encoding could not decode it.
+
+    Raises:
+        ConfigError: the argument is empty, or not text.
+    """
     if not argument:
         raise ConfigError("the PROMPT is empty", field="prompt")
     try:
         return os.fsencode(argument).decode() if _SURROGATE.search(argument) else argument
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the PROMPT is no text: {error}", field="prompt") from None
+        raise ConfigError(f"the PROMPT is not text: {error}", field="prompt") from None
 
 
 def _explain_a_wait() -> None:
-    """Say on stderr what is waited for, where stdin stays silent: at once to a person, else after a
-    while."""
+    """Say on stderr that stdin is awaited: at once in a terminal, otherwise after a while."""
     is_terminal = sys.stdin.isatty()
     if is_terminal or not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
-        end = "Ctrl-D ends it" if is_terminal else "or give a PROMPT"
+        end = "Ctrl-D ends it" if is_terminal else "or pass a PROMPT"
         print(f"baton: reading the prompt from stdin until that ends ({end})", file=sys.stderr)
 
 
 def prompt_of(argument: str | None, messages: Path | None, *, ids: bool, as_chat: bool) -> Prompt:
-    """Return the prompt that the flags give. Raises InvalidRequestError for what is no prompt,
-    ConfigError for a file that has none."""
+    """Return the prompt that the flags give.
+
+    Raises:
+        InvalidRequestError: the prompt is invalid.
+        ConfigError: the file has no valid messages.
+    """
     if messages is not None:
         if argument is not None or ids:
             raise InvalidRequestError(
@@ -115,6 +121,6 @@ def _token_ids(text: str) -> tuple[int, ...]:
 
 
 def _spelled_ids(chunk: Chunk, prompt: Prompt) -> str:
-    """Ids for a model without a tokenizer, which answers token ids with token ids."""
+    """Return the ids as text, for a model without a tokenizer: it responds with token ids."""
     has_text = isinstance(prompt, str) or isinstance(prompt[0], ChatMessage)
     return "" if has_text else " ".join(str(token) for token in chunk.token_ids) + " "

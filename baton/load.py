@@ -1,13 +1,15 @@
-"""Open-loop load: requests arrive when they arrive, however slow the answers are.
+"""Open-loop load: arrivals do not depend on responses.
 
     planned = plan(100, Arrivals(rate=4), shape, seed=0)
-    outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of arrival
+    outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of
+    arrival
     figures = summarize(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
 
-TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of
-a stream; E2E sent to last token. A request that was sent late, because this process was busy, shows
-it in `lag_s`: when lags are not small against the other figures, the load generator is what was
-measured.
+TTFT is the time from sending to the first token. TPOT is (last - first) / (tokens - 1). ITL is the
+gap between two messages of a stream. E2E is the time from sending to the last token.
+
+A request that this process sent late, because it was busy, shows that in `lag_s`. If lags are not
+small against the other figures, the load generator was measured.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class Endpoint(Protocol):
-    """What can be loaded: `AsyncBatonClient` and `AsyncVllmEngineClient`."""
+    """Target of a load: `AsyncBatonClient` or `AsyncVllmEngineClient`."""
 
     async def model_info(self) -> ModelInfo: ...
 
@@ -36,17 +38,17 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request as its client saw it. `error` is the error's reason, None when it finished."""
+    """Result of one request as seen by its client; `error` is the reason, None on success."""
 
     ttft_s: float | None
-    token_times_s: tuple[float, ...]  # of each message, after sending
+    token_times_s: tuple[float, ...]  # arrival of each message, after sending
     num_tokens: int
     timings: Timings | None
     error: str | None
-    arrived_s: float = 0.0  # when it should be sent, after the start
-    lag_s: float = 0.0  # how much later it was
-    prompt_tokens: int = 0  # of one that finished
-    cached_tokens: int = 0  # those that were not computed again
+    arrived_s: float = 0.0  # planned time of sending, after the start
+    lag_s: float = 0.0  # delay of sending
+    prompt_tokens: int = 0  # of a finished request
+    cached_tokens: int = 0  # prompt tokens reused from a cache
 
     @property
     def tpot_s(self) -> float | None:
@@ -66,13 +68,13 @@ class Outcome:
 
     @property
     def ended_s(self) -> float:
-        """After the start."""
+        """Return the end of the request, after the start."""
         return self.arrived_s + self.lag_s + (self.e2e_s or 0.0)
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to count as good."""
+    """Limits that a request must meet to count as good."""
 
     ttft_s: float
     tpot_s: float
@@ -85,7 +87,7 @@ class Slo:
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     num_total: int
     num_sent: int = 0
@@ -99,12 +101,12 @@ class Progress:
 
 
 def goodput(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> float:
-    """Good requests per second."""
+    """Return the good requests per second."""
     return sum(slo.is_met(outcome) for outcome in outcomes) / duration_s
 
 
 def percentiles(samples: Sequence[float], name: str) -> dict[str, float | None]:
-    """{name}_p50, _p90, _p99 and _mean, linearly interpolated; None for no samples."""
+    """Return {name}_p50, _p90, _p99 and _mean, linearly interpolated; None without samples."""
     if not samples:
         return {f"{name}_{part}": None for part in ("p50", "p90", "p99", "mean")}
     cuts = (
@@ -121,12 +123,12 @@ def percentiles(samples: Sequence[float], name: str) -> dict[str, float | None]:
 
 
 def errors_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Failures by reason."""
+    """Return the number of failures by reason."""
     return dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None))
 
 
 def summarize(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[str, float | None]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     timings = [outcome.timings for outcome in done if outcome.timings is not None]
     return {

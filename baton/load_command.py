@@ -1,4 +1,4 @@
-"""`baton load`: what to send, where, and how to report."""
+"""`baton load`: requests, target and report."""
 
 import json
 import random
@@ -25,7 +25,7 @@ from baton.workload import Arrivals, Planned, Shape, TooLong, changes, fitted, m
 from runtime.errors import ConfigError
 from runtime.security.access import ChannelSecurity
 
-DEFAULT_COUNT = 60  # of requests that are drawn
+DEFAULT_COUNT = 60  # of sampled requests
 WARM_UP_RATE = 10.0
 _ROWS = {
     "time to first token": "ttft_s",
@@ -38,7 +38,7 @@ _ROWS = {
 
 
 class Api(StrEnum):
-    """What the endpoint speaks."""
+    """API of the endpoint."""
 
     BATON = "baton"
     VLLM = "vllm"
@@ -46,8 +46,10 @@ class Api(StrEnum):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """One run. A trace, if there is one, takes the place of `arrivals` and `shape`; `count` is then
-    how many of its requests are sent, None for all."""
+    """Specification of one run.
+
+    A trace replaces `arrivals` and `shape`; `count` then limits its requests, None for all.
+    """
 
     api: Api
     count: int | None
@@ -63,7 +65,7 @@ class LoadSpec:
     too_long: TooLong = TooLong.REFUSE
 
     def load(self) -> Trace:
-        """Return what to send. Raises ConfigError for a trace that cannot be used."""
+        """Return the requests to send, or raise ConfigError for an unusable trace."""
         if self.trace is not None:
             return read_trace(self.trace, speed=self.speed, limit=self.count)
         return Trace(
@@ -74,11 +76,14 @@ class LoadSpec:
 def connect(
     api: Api, targets: Sequence[str], security: ChannelSecurity
 ) -> AsyncBatonClient | AsyncVllmEngineClient:
-    """Of one router each refusal is counted; several are what a user has, so what one refuses goes
-    to the next.
+    """Return a client for the targets.
+
+    With one router, each rejection is counted. With several, rejected requests go to the next
+    router, as for a user.
 
     Raises:
-        ConfigError: the stubs of the other API are not installed, or it was given several targets.
+        ConfigError: the stubs of the other API are not installed, or several targets are given for
+            it.
     """
     if api is Api.VLLM:
         if len(targets) > 1:
@@ -92,7 +97,7 @@ def connect(
 async def measure(
     client: Endpoint, spec: LoadSpec, console: Console
 ) -> tuple[dict[str, object], list[Outcome]]:
-    """Warm up, send everything, and the figures of what was sent after the warm-up."""
+    """Warm up, send everything, and return the figures of the requests after the warm-up."""
     trace, info = spec.load(), await client.model_info()
     fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
     planned = fitting.planned
@@ -128,8 +133,10 @@ async def measure(
 async def _warm_up(
     client: Endpoint, info: ModelInfo, spec: LoadSpec, planned: Sequence[Planned]
 ) -> None:
-    """Send prompts as long as the first ones, but others: those that are measured must find nothing
-    in a cache that a warm-up left there."""
+    """Send prompts with the lengths of the first ones, but other tokens.
+
+    The measured prompts must not be in a cache because of the warm-up.
+    """
     lengths = [replace(planned[index % len(planned)], blocks=()) for index in range(spec.warm_up)]
     queries = make_queries(
         info, lengths, seed=random.Random(f"warm-up {spec.seed}").getrandbits(64)
@@ -166,7 +173,7 @@ def _bar(console: Console, num_total: int) -> Iterator[_Bar]:
 
 
 def report(figures: dict[str, object]) -> Sequence[Table | str]:
-    """The figures for people."""
+    """Return the figures as tables and lines of text."""
     table = Table(title="milliseconds", title_justify="left", pad_edge=False)
     table.add_column("")
     for heading in ("p50", "p90", "p99", "mean"):
@@ -187,7 +194,7 @@ def report(figures: dict[str, object]) -> Sequence[Table | str]:
 
 
 def _notes(figures: Mapping[str, object]) -> Iterator[str]:
-    """Yield what has to be known beside the figures."""
+    """Yield notes that explain the figures."""
     names = (
         "cached_tokens",
         "prompt_tokens",
@@ -201,7 +208,9 @@ def _notes(figures: Mapping[str, object]) -> Iterator[str]:
     yield from changes(cut=cut, skipped=skipped, unanswered=unanswered, max_context_tokens=context)
     if figures["errors"]:
         yield f"errors: {json.dumps(figures['errors'])}"
-    yield f"seed {figures['seed']}; the same requests once more (--seed) may find their prompts in the caches"
+    yield (
+        f"seed {figures['seed']}; a second run with it (--seed) may find its prompts in the caches"
+    )
 
 
 def _goodput(figures: dict[str, object]) -> str:

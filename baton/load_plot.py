@@ -1,5 +1,7 @@
-"""One picture of a load run: latencies over time, their distributions, and how many requests were
-under way. Needs matplotlib (extra `plot`)."""
+"""Plot of a load run: latencies over time, their distributions, and running requests.
+
+Needs matplotlib (extra `plot`).
+"""
 
 import importlib.util
 import os
@@ -10,24 +12,24 @@ from typing import TYPE_CHECKING
 from baton.load import Outcome, Slo
 from runtime.errors import ConfigError
 
-if TYPE_CHECKING:  # imported where it is used, because it need not be installed
+if TYPE_CHECKING:  # imported when used, because it is optional
     from matplotlib.axes import Axes
 
 
 def check_can_plot(path: Path) -> None:
-    """Before the run, so that it is not in vain. Raises ConfigError."""
+    """Raise ConfigError if the plot cannot be written; called before the run."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'baton[plot]'", field="plot")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot must be a .png, .svg or .pdf file, got {path}", field="plot")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot: there is no folder {path.absolute().parent}", field="plot")
+        raise ConfigError(f"--plot: no such folder: {path.absolute().parent}", field="plot")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"--plot: {path} cannot be written", field="plot")
+        raise ConfigError(f"--plot: cannot write {path}", field="plot")
 
 
 def plot(outcomes: Sequence[Outcome], slo: Slo, path: Path) -> None:
-    """Write the picture."""
+    """Write the plot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7), dpi=90, layout="constrained")
@@ -73,12 +75,12 @@ def _under_way(axes: "Axes", outcomes: Sequence[Outcome]) -> None:
         level += change
         levels.append(level)
     axes.step([at for at, _ in changes], levels, where="post")
-    axes.set(title="Requests under way", xlabel="s after the start", ylim=(0, None))
+    axes.set(title="Running requests", xlabel="s after the start", ylim=(0, None))
 
 
 def _distribution(axes: "Axes", samples: Sequence[float], title: str, limit_s: float) -> None:
     ordered = sorted(samples)
     axes.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
     axes.axvline(limit_s, linestyle="--", color="grey")
-    axes.set(title=f"Share of requests within a {title}", xlabel="s", ylim=(0, 1), xlim=(0, None))
+    axes.set(title=f"Share of requests within {title}", xlabel="s", ylim=(0, 1), xlim=(0, None))
     axes.grid(visible=True, alpha=0.3)

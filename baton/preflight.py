@@ -1,8 +1,8 @@
-"""What `baton up` checks and divides before it starts anything: the settings file, ports,
-partitions, memory.
+"""Checks and divisions before `baton up` starts a process: settings file, ports, partitions,
+memory.
 
-The processes check their own settings, in full (`settings_check.py`); what is here is about all of
-them together.
+The processes check their own settings in full (`settings_check.py`). The checks here concern all
+processes together.
 """
 
 import errno
@@ -20,20 +20,22 @@ from runtime.process.host_memory import MIB, HostMemory, host_memory
 from runtime.security.access import ChannelSecurity
 
 ROLES = ("prefill", "decode")
-BALANCED = "balanced"  # workers divide the layers so (`pool.stage.config`)
+BALANCED = "balanced"  # workers divide the layers themselves (`pool.stage.config`)
 HOST_SHARE, DEVICE_SHARE = (
     0.8,
     0.85,
-)  # of what is free on the host, of a device: for all workers together
-PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
+)  # of the host's free memory, or of a device's, for all workers together
+PROCESS_BYTES = 384 * MIB  # of a worker, besides weights and cache
 LEAST_CACHE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The pools of one role: how many, of how many stages, split how (`BALANCED`, "" for evenly),
-    the flags that each process gets beside, and how many ranks share a stage, in how many data
-    ranks."""
+    """Pools of one role.
+
+    Number of pools and of their stages, partition of the layers (`BALANCED`, "" for even), further
+    flags of each process, number of ranks that share a stage, and of data ranks.
+    """
 
     role: str
     count: int
@@ -45,7 +47,7 @@ class PoolShape:
 
     @property
     def pool_size(self) -> int:
-        """Processes of one pool."""
+        """Return the number of processes of one pool."""
         return self.num_stages * self.num_ranks
 
     @property
@@ -53,7 +55,7 @@ class PoolShape:
         return self.count * self.pool_size
 
     def process_flags(self, rank: int) -> list[str]:
-        """Of one process of a pool, but for those about memory and addresses."""
+        """Return the flags of one process of a pool, without those for memory and addresses."""
         flags = ["--rank", str(rank), "--world-size", str(self.pool_size), *self.flags]
         flags += ["--tp", str(self.num_ranks)] if self.num_ranks > 1 else []
         flags += ["--dp-attention", str(self.num_data_ranks)] if self.num_data_ranks > 1 else []
@@ -65,32 +67,33 @@ def check_tls(
     flags: Mapping[str, Sequence[str]],
     security: ChannelSecurity,
 ) -> None:
-    """Raise ConfigError where processes could not talk to each other, or this command to them.
-    `tables` of the settings file and `flags` are those of each role, `security` is what this
-    command shows."""
+    """Raise ConfigError if the TLS settings of the processes and of this command do not match.
+
+    `tables` of the settings file and `flags` are by role; `security` is that of this command.
+    """
     speaks = {role: _speaks_tls(role, tables, flags.get(role, ())) for role in ("router", *ROLES)}
     with_tls, without = (
         [role for role in speaks if speaks[role] is wanted] for wanted in (True, False)
     )
     if with_tls and without:
         raise ConfigError(
-            f"{without[0]}.tls_cert is missing: [{with_tls[0]}] has one, and TLS between roles is for "
-            f"all of them or none",
+            f"{without[0]}.tls_cert is missing: [{with_tls[0]}] has one, and either all roles "
+            "use TLS or none",
             field=f"{without[0]}.tls_cert",
         )
     store = security.certificates
     if with_tls and (store is None or not store.has_own):
         missing = "--tls-ca" if store is None else "--tls-cert"
         raise ConfigError(
-            f"{missing} is missing: the settings file has the processes speak TLS, and this command asks "
-            f"them whether they serve: give --tls-ca, --tls-cert and --tls-key, of an operator or a "
-            f"client of their authority",
+            f"{missing} is missing: the settings file enables TLS, and this command asks the "
+            "processes whether they serve: pass --tls-ca, --tls-cert and --tls-key, of an "
+            "operator or a client of their authority",
             field=missing,
         )
     if store is not None and not with_tls:
         raise ConfigError(
-            "--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out, or "
-            "give the roles certificates in the file of --config",
+            "--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: remove it, "
+            "or give the roles certificates in the file of --config",
             field="--tls-ca",
         )
 
@@ -98,21 +101,25 @@ def check_tls(
 def _speaks_tls(
     role: str, tables: Mapping[str, Mapping[str, object]], flags: Sequence[str]
 ) -> bool:
-    if "--config" in flags:  # of a role's own, which it reads in place of the common one
+    if "--config" in flags:  # the role's own file, which it reads instead of the common one
         tables = read_tables(Path(flags[flags.index("--config") + 1]))
     return bool(tables.get(role, {}).get("tls_cert")) or "--tls-cert" in flags
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:
-    """Raises ConfigError unless the partition has a positive count for each stage and sums to the
-    model's layers, or where config.json does not say how many these are."""
+    """Check the partition of a role against the model.
+
+    Raises:
+        ConfigError: a stage without a positive count, a sum other than the model's number of
+            layers, or no such number in config.json.
+    """
     if not shape.partition:
         return
     flag = f"--{shape.role}-partition {shape.partition}"
     if shape.partition == BALANCED:
         if shape.num_stages == 1:
             raise ConfigError(
-                f"{flag} is for several stages, and --{shape.role}-pp says 1", field="partition"
+                f"{flag} is for several stages, and --{shape.role}-pp is 1", field="partition"
             )
         return
     counts = [part.strip() for part in shape.partition.split(",")]
@@ -123,7 +130,7 @@ def check_partition(shape: PoolShape, model: Path) -> None:
         )
     if len(counts) != shape.num_stages:
         raise ConfigError(
-            f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
+            f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp is "
             f"{shape.num_stages}",
             field="partition",
         )
@@ -136,8 +143,11 @@ def check_partition(shape: PoolShape, model: Path) -> None:
 
 
 def check_port(address: Address, *, flag: str) -> None:
-    """Raises ConfigError when no process can listen there, because one does already or it is no
-    address of this machine. Port 0 is always free."""
+    """Raise ConfigError if no process can listen there.
+
+    Another process may listen already, or the address is not of this machine. Port 0 is always
+    free.
+    """
     if not address.port:
         return
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -150,7 +160,7 @@ def check_port(address: Address, *, flag: str) -> None:
         raise ConfigError(f"{flag} {address}: {error.strerror}", field=flag.strip("-")) from None
     except OSError as error:
         advice = (
-            "; is another cluster running? Another port, or 0 for any"
+            "; is another cluster running? Use another port, or 0 for any"
             if error.errno == errno.EADDRINUSE
             else ""
         )
@@ -160,19 +170,20 @@ def check_port(address: Address, *, flag: str) -> None:
 
 
 def check_apart(http: Address, listen: Address) -> None:
-    """Raises ConfigError where --http would take the address of --listen."""
+    """Raise ConfigError if --http has the address of --listen."""
     hosts = {
         "127.0.0.1" if address.host == "localhost" else address.host for address in (http, listen)
     }
     if http.port and http.port == listen.port and (len(hosts) == 1 or hosts & {"0.0.0.0", "::"}):
         raise ConfigError(
-            f"--http {http}: the router listens there (--listen {listen}); another port, or 0 for any",
+            f"--http {http}: the router listens there (--listen {listen}); use another port, or "
+            "0 for any",
             field="http",
         )
 
 
 def port_of(table: Mapping[str, object], name: str, *, section: str) -> int | None:
-    """A port from the file; None where it names none. Raises ConfigError."""
+    """Return a port of the file, None if it names none, or raise ConfigError."""
     value = table.get(name)
     if value is None or (
         isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535
@@ -186,13 +197,13 @@ def port_of(table: Mapping[str, object], name: str, *, section: str) -> int | No
 def metrics_ports(
     tables: Mapping[str, Mapping[str, object]], names: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
-    """By process, 0 for any. The port in the file is the first process's of the role; the others
-    count up from there.
+    """Return the metrics port by process, 0 for any.
 
-    `names`: the processes of each role.
+    The port in the file is that of the role's first process; the others count up from it. `names`
+    holds the processes of each role.
 
     Raises:
-        ConfigError: a port is given to two processes, or another process has it.
+        ConfigError: two processes would get the same port, or another process uses it.
     """
     ports: dict[str, int] = {}
     for role, processes in names.items():
@@ -208,7 +219,7 @@ def metrics_ports(
                 None,
             )
             if port > 65535 or other is not None:
-                why = f"{other} has it" if other is not None else "there is no such port"
+                why = f"{other} uses it" if other is not None else "there is no such port"
                 raise ConfigError(
                     f"{role}.metrics_port {first}: {name} would take {port}, and {why} (the processes of "
                     f"a role count up from it)",
@@ -227,12 +238,14 @@ def memory_flags(
     model: Path,
     memory: HostMemory | None = None,
 ) -> dict[str, tuple[str, ...]]:
-    """By role, the flags that divide what is free on this machine, or the device that all use,
-    between the workers. A role whose flags or table limit how much it may take gets none.
+    """Return by role the flags that divide the free memory between the workers.
+
+    The memory is that of this machine, or of the device that all workers use. A role whose flags or
+    table limit its memory gets none.
 
     Raises:
-        ConfigError: the weights of all pools do not fit into the host's memory, or leave nothing
-            for a cache to workers that are not told how much to take.
+        ConfigError: the weights of all pools do not fit into the host's memory, or leave no memory
+            for the caches of workers without a limit.
     """
     devices = {shape.role: _setting(shape, tables, "device") or "cpu" for shape in shapes}
     on_host = [shape for shape in shapes if devices[shape.role] == "cpu"]
@@ -253,7 +266,7 @@ def memory_flags(
 def _host_bytes(
     shapes: Sequence[PoolShape], model: Path, memory: HostMemory, *, may_be_none: bool
 ) -> int:
-    """Of cache, for each process. Raises ConfigError."""
+    """Return the bytes of cache of each process, or raise ConfigError."""
     weights = loaded_bytes(model)
     num_pools, num_processes = (
         sum(shape.count for shape in shapes),
@@ -261,10 +274,11 @@ def _host_bytes(
     )
     if num_pools * weights > memory.available_bytes:
         raise ConfigError(
-            f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * {weights / MIB:.0f} MiB = "
-            f"{num_pools * weights / MIB:.0f} MiB for weights alone, and {memory.available_bytes / MIB:.0f} of "
-            f"{memory.total_bytes / MIB:.0f} MiB are free on this machine: fewer pools (--prefill, --decode), a "
-            f"smaller model, or a larger machine",
+            f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * "
+            f"{weights / MIB:.0f} MiB = {num_pools * weights / MIB:.0f} MiB for weights alone, "
+            f"and {memory.available_bytes / MIB:.0f} of {memory.total_bytes / MIB:.0f} MiB are "
+            "free on this machine: use fewer pools (--prefill, --decode), a smaller model, or a "
+            "larger machine",
             field="model",
         )
     left = (
@@ -274,17 +288,17 @@ def _host_bytes(
     )
     if left <= 0 and not may_be_none:
         raise ConfigError(
-            f"nothing is left for caches: {HOST_SHARE:g} of the {memory.available_bytes / MIB:.0f} MiB that are free "
-            f"on this machine, less {num_pools} * {weights / MIB:.0f} MiB of weights and {num_processes} * "
-            f"{PROCESS_BYTES / MIB:.0f} MiB of processes, is {left / MIB:.0f} MiB: fewer pools or stages, or say "
-            f"--memory-mb",
+            f"no memory is left for caches: {HOST_SHARE:g} of the {memory.available_bytes / MIB:.0f} "
+            f"MiB that are free on this machine, less {num_pools} * {weights / MIB:.0f} MiB of "
+            f"weights and {num_processes} * {PROCESS_BYTES / MIB:.0f} MiB of processes, is {left / MIB:.0f} "
+            "MiB: use fewer pools or stages, or set --memory-mb",
             field="memory_mb",
         )
     return max(left // num_processes, LEAST_CACHE_BYTES)
 
 
 def _setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name: str) -> str:
-    """What the flags or the file set; empty if neither does."""
+    """Return the value of the flags or the file; empty if neither sets it."""
     flag = f"--{name.replace('_', '-')}"
     if flag in shape.flags:
         return shape.flags[shape.flags.index(flag) + 1]
@@ -299,15 +313,17 @@ def _has_own(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> bo
 
 
 def binding_flags(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the flags that keep UCX to this machine, as gRPC is: none where flags, file or
-    environment name the network devices."""
+    """Return the flags that bind UCX to this machine, as gRPC is.
+
+    None if flags, file or environment name the network devices.
+    """
     if _setting(shape, tables, "transport_interface") or "UCX_NET_DEVICES" in os.environ:
         return ()
     return ("--transport-interface", _loopback_device())
 
 
 def transport_text(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]]) -> str:
-    """Return a line about where UCX listens."""
+    """Return a line that says where UCX listens."""
     chosen = {
         shape.role: _setting(shape, tables, "transport_interface")
         or os.environ.get("UCX_NET_DEVICES", "")
@@ -321,7 +337,7 @@ def transport_text(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str
     if not open_to_others:
         return "UCX listens on loopback alone (--transport-interface)"
     where = ", ".join(f"{devices} ({role})" for role, devices in open_to_others.items())
-    return f"UCX listens on {where}: keep its ports to the workers (docs/security.md)"
+    return f"UCX listens on {where}: allow only the workers to reach its ports (docs/security.md)"
 
 
 def _loopback_device() -> str:
@@ -332,8 +348,11 @@ def _loopback_device() -> str:
 def listen_address(
     flag: str | None, tables: Mapping[str, Mapping[str, object]], default: str
 ) -> str:
-    """Of the router: the flag, else the file, else the default. Raises ConfigError for what is no
-    address."""
+    """Return the address of the router: of the flag, else of the file, else the default.
+
+    Raises:
+        ConfigError: not an address.
+    """
     listen = flag or str(tables.get("router", {}).get("listen") or default)
     return str(parse_address(listen, field="--listen" if flag else "router.listen"))
 

@@ -1,5 +1,7 @@
-"""`python -m baton.program MODULE ARG...`: run a module of ours as `python -m MODULE` would, but
-ended in silence by a Ctrl-C that comes while it loads. A module that has something to end in order
+"""`python -m baton.program MODULE ARG...`: run a module like `python -m MODULE`, with a silent
+Ctrl-C.
+
+A Ctrl-C during loading ends the process without a traceback. A module with an orderly shutdown
 handles the signal from then on.
 """
 
@@ -9,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """Become the module that the command line names."""
+    """Run the module that the command line names."""
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # a shell's background job ignores it

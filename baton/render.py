@@ -1,4 +1,4 @@
-"""What the commands draw: tables for people, JSON for programs, colored log prefixes."""
+"""Output of the commands: tables, JSON, colored log prefixes."""
 
 import json
 import re
@@ -15,17 +15,17 @@ from baton.process import LogSink
 from baton.values import ClusterStatus, Completion, Event, Timings, WorkerStatus
 from runtime.observe.log import LogStyle, styled_line
 
-_LONG_STEP_S = 2.0  # a step that takes longer is worth a word
+_LONG_STEP_S = 2.0  # a longer step is shown
 _COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 _ROUTINE = re.compile(
     r"[0-9:.]{12} (debug|info) "
-)  # as `runtime.observe.log.human_line` begins a line
+)  # the beginning of a line of `runtime.observe.log.human_line`
 _ROUTINE_LEVELS = ("debug", "info")
 _TIMING_TEXTS = {
-    "router_queue_s": "held back by the router",
+    "router_queue_s": "queued in the router",
     "prefill_queue_s": "queued for prefill",
     "prefill_s": "prefill, first chunk to first token",
-    "reserve_s": "reserving decode memory (beside prefill)",
+    "reserve_s": "reserving decode memory (during prefill)",
     "transfer_exposed_s": "KV transfer time not overlapped with prefill",
     "decode_queue_s": "queued for decode",
     "decode_s": "decode, first step to last token",
@@ -34,12 +34,12 @@ _TIMING_TEXTS = {
 
 
 def event_json(event: Event) -> str:
-    """One line of JSON; "event" is its kind."""
+    """Return one line of JSON; "event" is its kind."""
     return json.dumps({"event": type(event).__name__.lower(), **asdict(event)})
 
 
 def timings_table(completion: Completion, *, ttft_s: float) -> Table:
-    """Where the time of one request went. `ttft_s` is the client's own measurement."""
+    """Return a table of the time of one request. `ttft_s` is the client's own measurement."""
     usage = completion.finish.usage
     title = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -66,11 +66,10 @@ _LONGEST_COUNT = 99_999
 
 
 def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None) -> Group:
-    """One row per pool, its stages drawn below its address, and below all why pools do not serve.
-    Fits in 80 columns.
+    """Return one row per pool with its stages, and below the reasons why pools do not serve.
 
-    `rates`: tokens per second by address, where they are known; of prompts in prefill, of output in
-    decode.
+    The view fits in 80 columns. `rates`: known tokens per second by address, of prompts in prefill
+    and of output in decode.
     """
     title = f"model {status.model}: {status.running_requests} running, {status.waiting_requests} waiting at the router"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -102,8 +101,7 @@ def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None)
 
 
 def wide_enough() -> Console:
-    """Return a console for tables: in a terminal narrower than they are, its lines run over and
-    nothing is cut."""
+    """Return a console that wraps tables wider than the terminal instead of cutting them."""
     console = Console(highlight=False)
     return (
         console if console.width >= LEAST_COLUMNS else Console(highlight=False, width=LEAST_COLUMNS)
@@ -119,8 +117,7 @@ def _state(worker: WorkerStatus) -> Text:
 
 
 def _picture(worker: WorkerStatus) -> str:
-    """The layers of each stage, from the first to the last, how many ranks share each, and what
-    each data rank does."""
+    """Return the layers of each stage, the number of ranks, and the state of each data rank."""
     stages = (
         "├" + "┼".join(f" {layers} " for layers in worker.stages) + "┤" if worker.stages else ""
     )
@@ -135,13 +132,13 @@ def _free(free: int, total: int) -> str:
 
 
 def _bar(free: int, total: int) -> str:
-    """How much is taken."""
+    """Return a bar of the used share."""
     taken = -(-_BAR_CELLS * (total - free) // total) if total else 0
     return "█" * taken + "░" * (_BAR_CELLS - taken)
 
 
 def log_printer(console: Console) -> LogSink:
-    """Prints a process's lines behind its name, each process in a color of its own."""
+    """Return a sink that prints each line after its process's name, in a color per process."""
     colors: dict[str, str] = {}
 
     def sink(name: str, line: str) -> None:
@@ -152,8 +149,10 @@ def log_printer(console: Console) -> LogSink:
 
 
 def json_printer(stream: TextIO) -> LogSink:
-    """Print each line as a JSON object with the name of its process. What a process wrote past its
-    logger becomes the message of a warning."""
+    """Return a sink that prints each line as a JSON object with the name of its process.
+
+    Output that bypassed the logger becomes the message of a warning.
+    """
 
     def sink(name: str, line: str) -> None:
         if not line:
@@ -182,8 +181,10 @@ def _is_routine(line: str) -> bool:
 
 
 class StartPrinter:
-    """Of what processes write while they start, only what is worth attention; from `ready` on all
-    of it. `own` is the name whose lines always are."""
+    """Sink that shows only warnings and errors at startup, and every line from `ready` on.
+
+    Lines of the name `own` are always shown.
+    """
 
     def __init__(self, sink: LogSink, *, own: str) -> None:
         self._sink = sink
@@ -199,8 +200,7 @@ class StartPrinter:
 
 
 class QuietPrinter:
-    """The cluster's lines in the background of something else, until they are of no interest any
-    more."""
+    """Sink that shows a cluster's lines in the background, until muted."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -211,5 +211,5 @@ class QuietPrinter:
             self._console.print(Text(f"  {name}: {line}", "dim"), soft_wrap=True)
 
     def mute(self) -> None:
-        """What processes write while they are being stopped is left out."""
+        """Drop all further lines, such as those of processes that are being stopped."""
         self._is_muted = True

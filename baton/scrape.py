@@ -1,4 +1,4 @@
-"""A Prometheus configuration for the processes of a local cluster, whose ports the system chose."""
+"""Prometheus configuration for the processes of a local cluster, whose ports the system chose."""
 
 import json
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ INTERVAL_S = 5
 
 
 def scrape_config(processes: Mapping[str, Announcement]) -> str:
-    """YAML with a job for each role; the label `process` is the key in `processes`
-    ("decode-0.1")."""
+    """Return YAML with a job per role; the label `process` is the key, such as "decode-0.1"."""
     roles: dict[str, list[str]] = {}
     for name, announcement in processes.items():
         if announcement.metrics_port is not None:

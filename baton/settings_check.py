@@ -1,8 +1,7 @@
-"""Whether the roles would take the settings of a local cluster: each is asked, by its own command,
-before any starts.
+"""Check of a local cluster's role settings: each role's own command validates them before the
+start.
 
-What a setting may be is known to the role alone, which loads its settings in a quarter of a second,
-and torch after.
+Only the role knows its settings. It loads them in a quarter of a second, before it loads torch.
 """
 
 import asyncio
@@ -24,8 +23,10 @@ _CHECK_S = 60.0  # on a busy machine
 
 
 async def check_settings(config: ClusterConfig) -> None:
-    """Raises ConfigError with what the first role says that refuses its flags or its table of the
-    settings file. Asks nobody where there are none, which saves half a second of two cores."""
+    """Raise ConfigError with the message of the first role that rejects its flags or table.
+
+    Roles without either are not run, which saves half a second of two cores.
+    """
     own = (
         config.worker_flags,
         config.router_flags,
@@ -35,7 +36,7 @@ async def check_settings(config: ClusterConfig) -> None:
     )
     if not any(own) and config.log_level == ClusterConfig.log_level:
         return
-    if config.config_file is not None:  # its gateway starts last, and only with --http
+    if config.config_file is not None:  # the gateway starts last, and only with --http
         load(
             GatewayConfig,
             section="gateway",
@@ -63,9 +64,7 @@ async def _ask(role: str, flags: Sequence[str]) -> ConfigError | UnavailableErro
             said = (await child.stdout.read()).decode(errors="replace").strip()
             code = await child.wait()
     except TimeoutError:
-        return UnavailableError(
-            f"{role} has not said whether its settings fit after {_CHECK_S:.0f} s"
-        )
+        return UnavailableError(f"{role} has not checked its settings after {_CHECK_S:.0f} s")
     finally:
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""`baton status --watch`: the cluster as it is now, again every second."""
+"""`baton status --watch`: the state of the cluster, refreshed every second."""
 
 import contextlib
 import json
@@ -19,15 +19,17 @@ INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen, and when, in seconds of a clock that only goes forward."""
+    """Cluster status with its time in seconds of a monotonic clock."""
 
     status: ClusterStatus
     taken_s: float
 
 
 def token_rates(before: Sample, now: Sample) -> dict[str, float]:
-    """Tokens per second by address: of prompts in prefill pools, of output in decode pools. A
-    worker that was not there before, or that started again, has none yet."""
+    """Return tokens per second by address: of prompts in prefill pools, of output in decode pools.
+
+    A worker that is new or has restarted has no rate yet.
+    """
     known = {worker.address: worker for worker in before.status.workers}
     elapsed_s = max(now.taken_s - before.taken_s, 1e-3)
     rates = {}
@@ -43,7 +45,7 @@ def _tokens(worker: WorkerStatus) -> int:
 
 
 def watch_status(client: BatonClient, console: Console) -> None:
-    """Until Ctrl-C. A router that cannot be reached is shown as that, and called again."""
+    """Show the status until Ctrl-C; show an unreachable router as such, and call it again."""
     before: Sample | None = None
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -65,8 +67,11 @@ def watch_status(client: BatonClient, console: Console) -> None:
 
 
 def watch_json(client: BatonClient) -> None:
-    """The same as one line of JSON per look, until Ctrl-C. Raises BatonError when the router cannot
-    be reached."""
+    """Print the status as one line of JSON per refresh, until Ctrl-C.
+
+    Raises:
+        BatonError: the router cannot be reached.
+    """
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             print(json.dumps(asdict(client.cluster_status())), flush=True)

@@ -1,6 +1,6 @@
-"""Traces of what services were asked, as they are published.
+"""Published traces of requests.
 
-read_trace(Path("conversation_trace.jsonl"))             Mooncake's, or lines of our own
+read_trace(Path("conversation_trace.jsonl"))             # Mooncake's, or lines of our own
 read_trace(Path("AzureLLMInferenceTrace_conv.csv"), limit=1000)
 read_trace(Path("BurstGPT_1.csv"), speed=2.0)
 """
@@ -21,8 +21,7 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests in order of time, the first at 0 s, and how many were left out because the trace
-    has no answer to them: those that failed."""
+    """Requests in order of time, the first at 0 s, and the number of failed requests left out."""
 
     planned: tuple[Planned, ...]
     num_unanswered: int = 0
@@ -30,7 +29,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What a published table calls them. Its times are dates, or seconds."""
+    """Column names of a published table; its times are dates, or seconds."""
 
     at: str
     prompt_tokens: str
@@ -45,12 +44,12 @@ def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> T
     """Read a trace, or its first `limit` requests. `speed` 2 replays it twice as fast.
 
     A file whose first line is the header of Azure's or BurstGPT's tables is read as such. Any other
-    has a JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or
-    `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, as Mooncake's published traces
-    have them.
+    file has a JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or
+    `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, as in Mooncake's published
+    traces.
 
     Raises:
-        ConfigError: it cannot be used; the message names the line.
+        ConfigError: the trace cannot be used; the message names the line.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -116,7 +115,7 @@ def _json_lines(lines: Iterator[str], path: Path) -> Iterator[Planned]:
 
 
 def _rows(lines: Iterator[str], path: Path, columns: _Columns) -> Iterator[Planned | None]:
-    """Yield the requests of a table; None for one without an answer, or without a prompt."""
+    """Yield the requests of a table; None for one without a response or a prompt."""
     rows = csv.DictReader(lines)
     for row in rows:
         where = f"{path}:{rows.line_num}"
@@ -133,7 +132,7 @@ def _rows(lines: Iterator[str], path: Path, columns: _Columns) -> Iterator[Plann
 
 
 def _time_s(text: str) -> float:
-    """Read seconds, or a date. Raises ValueError for what is neither."""
+    """Return the seconds of a number or a date, or raise ValueError for other text."""
     with suppress(ValueError):
         return float(text)
     date = datetime.fromisoformat(text)

@@ -1,5 +1,7 @@
-"""A client of servers that speak `vllm.grpc.engine.VllmEngine`, as far as a load generator needs
-one: token ids in, token ids out. Its stubs are the package `smg-grpc-proto` (extra `vllm`)."""
+"""Client of `vllm.grpc.engine.VllmEngine` servers for load generation: token ids in, token ids out.
+
+Its stubs are the package `smg-grpc-proto` (extra `vllm`).
+"""
 
 import contextlib
 from collections.abc import AsyncGenerator
@@ -19,7 +21,7 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 def _stubs() -> tuple[ModuleType, ModuleType]:
-    """Raises ConfigError when the package is not installed."""
+    """Return the modules of the stubs, or raise ConfigError if they are not installed."""
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
     except ImportError as error:
@@ -31,7 +33,7 @@ def _stubs() -> tuple[ModuleType, ModuleType]:
 
 
 class AsyncVllmEngineClient:
-    """Satisfies `baton.load.Endpoint`. Build it inside the running loop."""
+    """Client that implements `baton.load.Endpoint`; create it inside the running loop."""
 
     def __init__(self, target: str, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
         self._pb, stub = _stubs()
@@ -71,8 +73,11 @@ class AsyncVllmEngineClient:
     async def generate(
         self, query: Query, *, timeout_s: float | None = None
     ) -> AsyncGenerator[Event, None]:
-        """Chunks, then one Finish, without text or timings. Raises InvalidRequestError for a prompt
-        that is not token ids."""
+        """Yield chunks, then one Finish, without text or timings.
+
+        Raises:
+            InvalidRequestError: the prompt is not a list of token ids.
+        """
         call = self._stub.Generate(self._request(query), timeout=timeout_s)
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)

@@ -1,5 +1,4 @@
-"""What a load consists of: when requests arrive and how long they are. Those of a trace are read by
-`baton.traces`.
+"""Arrivals and lengths of the requests of a load. `baton.traces` reads those of a trace.
 
 Arrivals(Process.BURST, rate=4, burst=8).times(100, random.Random(0))
 Lengths.parse("uniform:96-288").draw(rng)
@@ -20,23 +19,23 @@ BLOCK_TOKENS = 512  # of a trace's blocks
 
 
 class Process(StrEnum):
-    """How requests are spread over time."""
+    """Distribution of arrivals over time."""
 
     POISSON = "poisson"  # independent of one another
     CONSTANT = "constant"  # evenly spaced
-    BURST = "burst"  # so many at once, the bursts evenly spaced
+    BURST = "burst"  # several at once, with evenly spaced bursts
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """`rate` is the mean number of requests per second, of every process."""
+    """Arrival process; `rate` is the mean number of requests per second."""
 
     process: Process = Process.POISSON
     rate: float = 4.0
     burst: int = 8
 
     def times(self, count: int, rng: random.Random) -> list[float]:
-        """Seconds after the start, in order."""
+        """Return the arrivals in order, in seconds after the start."""
         if self.process is Process.CONSTANT:
             return [index / self.rate for index in range(count)]
         if self.process is Process.BURST:
@@ -50,7 +49,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of token counts; every draw is at least 1."""
+    """Distribution of token counts; every sample is at least 1."""
 
     kind: str
     first: float
@@ -58,9 +57,11 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, *, field: str = "length") -> Self:
-        """ "192", "uniform:96-288", "normal:192,48" (mean, deviation) or "exponential:192" (mean).
+        """Parse "192", "uniform:96-288", "normal:192,48" (mean, deviation) or "exponential:192"
+        (mean).
 
-        Raises ConfigError naming `field`.
+        Raises:
+            ConfigError: none of these; names `field`.
         """
         kind, colon, rest = text.partition(":")
         kind, rest = (kind, rest) if colon else ("constant", text)
@@ -71,8 +72,8 @@ class Lengths:
             first, second = numbers if separator else (*numbers, 0.0)
         except (KeyError, ValueError):
             raise ConfigError(
-                f"{field} must be like 192, uniform:96-288, normal:192,48 or exponential:192, "
-                f"got {text!r}",
+                f"{field} must be like 192, uniform:96-288, normal:192,48 or "
+                f"exponential:192, got {text!r}",
                 field=field,
             ) from None
         if (
@@ -99,8 +100,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Planned:
-    """One request to come. `blocks` are the names of its prompt's blocks in a trace: as long as
-    they are equal, two prompts are."""
+    """Planned request. `blocks` names the blocks of its prompt in a trace.
+
+    Two prompts are equal up to the first block that differs.
+    """
 
     at_s: float
     prompt_tokens: int
@@ -110,14 +113,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Shape:
-    """The lengths of prompts and answers."""
+    """Lengths of prompts and responses."""
 
     prompt: Lengths
     output: Lengths
 
 
 def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Planned]:
-    """The same seed gives the same requests at the same times."""
+    """Return the requests of a load; the same seed gives the same requests at the same times."""
     rng = random.Random(seed)
     return [
         Planned(at_s, shape.prompt.draw(rng), shape.output.draw(rng))
@@ -126,9 +129,11 @@ def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Pla
 
 
 def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Planned]:
-    """A load in order of time, so many times at once: as many users with as much to ask, each copy
-    with blocks of its own and beginning somewhere else in the load, so that bursts do not meet. Its
-    length and the first copy stay."""
+    """Return `copies` copies of a load at once, in order of time.
+
+    Each copy stands for other users: it has its own blocks and starts at another point of the load,
+    so that bursts do not coincide. The length of the load and the first copy do not change.
+    """
     rng, end_s = random.Random(seed), max((item.at_s for item in planned), default=0.0)
     step = 1 + max((block for item in planned for block in item.blocks), default=0)
     together = list(planned)
@@ -146,17 +151,16 @@ def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Pl
 
 
 class TooLong(StrEnum):
-    """What becomes of requests that are longer than the context of the model, prompt and answer
-    together."""
+    """Action for requests whose prompt and output are longer than the context of the model."""
 
-    REFUSE = "refuse"  # with the whole load
+    REFUSE = "refuse"  # reject the whole load
     SKIP = "skip"
-    CUT = "cut"  # the prompt, and where that is not enough the answer
+    CUT = "cut"  # the prompt, and then the output if that is not enough
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A load whose requests all fit, and how many were cut, or left out, for that."""
+    """Load whose requests all fit, with the number of cut and skipped requests."""
 
     planned: tuple[Planned, ...]
     num_cut: int = 0
@@ -164,19 +168,22 @@ class Fitted:
 
 
 def changes(*, cut: int, skipped: int, unanswered: int, max_context_tokens: int) -> Iterator[str]:
-    """Yield for people what of a load is not sent as it was planned."""
+    """Yield lines of text about requests that are not sent as planned."""
     context = f"the context of {max_context_tokens} tokens"
     if cut:
         yield f"requests cut to {context}: {cut}"
     if skipped:
-        yield f"requests left out as longer than {context}: {skipped}"
+        yield f"requests skipped as longer than {context}: {skipped}"
     if unanswered:
-        yield f"requests left out as the trace has no answer to them: {unanswered}"
+        yield f"requests skipped as the trace has no response to them: {unanswered}"
 
 
 def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLong) -> Fitted:
-    """Make a load fit the context. Raises ConfigError where that has to be said and was not, or
-    where nothing is left."""
+    """Make a load fit the context.
+
+    Raises:
+        ConfigError: requests are too long and `too_long` is REFUSE, or no request is left.
+    """
     long = [
         item for item in planned if item.prompt_tokens + item.output_tokens > max_context_tokens
     ]
@@ -185,9 +192,9 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
     if too_long is TooLong.REFUSE:
         most = max(item.prompt_tokens + item.output_tokens for item in long)
         raise ConfigError(
-            f"{len(long)} of {len(planned)} requests are longer than the context of {max_context_tokens} "
-            f"tokens, the longest comes to {most}: --too-long skip leaves them out, --too-long cut "
-            f"shortens them",
+            f"{len(long)} of {len(planned)} requests are longer than the context of "
+            f"{max_context_tokens} tokens, the longest has {most}: --too-long skip leaves them "
+            "out, --too-long cut shortens them",
             field="too_long",
         )
     if too_long is TooLong.CUT:
@@ -197,7 +204,8 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
     )
     if not kept:
         raise ConfigError(
-            f"none of {len(planned)} requests fits into the context of {max_context_tokens} tokens",
+            f"none of the {len(planned)} requests fits into the context of {max_context_tokens} "
+            "tokens",
             field="too_long",
         )
     return Fitted(kept, num_skipped=len(long))
@@ -213,8 +221,10 @@ def _cut(item: Planned, max_context_tokens: int) -> Planned:
 
 
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:
-    """Make prompts of random ordinary tokens, for any model; each answer has exactly its tokens. A
-    block of a trace has the same tokens wherever it is."""
+    """Return queries with prompts of random ordinary tokens, for any model.
+
+    Each response has exactly its tokens. A block of a trace always has the same tokens.
+    """
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
     queries = []

@@ -97,7 +97,7 @@ async def conversation(*flags: str) -> AsyncIterator[Person]:
     server, address = await serve_echo(echo)
     person = Person(echo, address, *flags)
     try:
-        await person.reads("/help says more")
+        await person.reads("/help shows more")
         yield person
     finally:
         person.close()
@@ -111,7 +111,7 @@ async def test_what_is_pasted_is_one_turn_and_commands_are_no_questions() -> Non
         assert await person.asked(1) == [["first line\nsecond line"]]
         for command, answer in (
             ("/help", "/clear   forget"),
-            ("/fly", "there is no /fly"),
+            ("/fly", "unknown command /fly"),
             ("/clear", "(forgotten)"),
         ):
             person.type(command + ENTER)
@@ -192,4 +192,4 @@ def test_a_full_context_forgets_the_oldest_turn(capsys: pytest.CaptureFixture[st
         assert talk.answer(question) == "stop"
     assert client.seen == [2, 4, 6, 4], "the system message, and the turns that fit"
     assert talk.history[0] == ChatMessage("user", "two")
-    assert capsys.readouterr().out.count("its oldest turn is forgotten") == 1
+    assert capsys.readouterr().out.count("its oldest turn is dropped") == 1

@@ -143,16 +143,20 @@ async def test_messages_tools_and_template_arguments_come_from_files_and_flags(
     ("content", "flags", "says"),
     [
         ("{}", ("--messages", "-"), "--messages: must be a JSON list of objects"),
-        ("[", ("--messages", "-"), "--messages: no JSON"),
+        ("[", ("--messages", "-"), "--messages: not JSON"),
         (
             '[{"role": "user", "content": [{"type": "image_url"}]}]',
             ("--messages", "-"),
-            "message 0 is none of OpenAI's",
+            "message 0 is not in the form of OpenAI's",
         ),
-        ("[{}]", ("--messages", "-"), "message 0 is none of OpenAI's API: KeyError('role')"),
+        (
+            "[{}]",
+            ("--messages", "-"),
+            "message 0 is not in the form of OpenAI's API: KeyError('role')",
+        ),
         ("", ("--messages", "/nowhere"), "--messages: cannot read /nowhere"),
         ("", ("x", "--tools", "/nowhere"), "--tools: cannot read /nowhere"),
-        ("", ("x", "--template-argument", "a"), "--template-argument: must be NAME=JSON, as"),
+        ("", ("x", "--template-argument", "a"), "--template-argument: must be NAME=JSON, such as"),
         ("", ("x", "--template-argument", "a={"), "--template-argument: must be NAME=JSON"),
         ("", ("x", "--messages", "-"), "--messages excludes a PROMPT"),
     ],
@@ -248,7 +252,7 @@ async def test_load_reports_figures(address: str) -> None:
         (
             ("up", "--decode-partition", "3,5"),
             2,
-            "--decode-partition 3,5 is for 2 stages, and --decode-pp says 1",
+            "--decode-partition 3,5 is for 2 stages, and --decode-pp is 1",
         ),
         (("up", "--config", "/absent.toml"), 2, "cannot read /absent.toml"),
         (("up", "--max-contxt", "5"), 2, "Possible options: --max-context"),
@@ -464,14 +468,12 @@ async def test_a_secured_server_is_reached_with_flags_or_variables(tmp_path: Pat
     done = await baton("generate", "one two", "--target", address, *certificate)
     assert (done.returncode, done.stdout) == (1, "")
     assert "no token" in done.stderr
-    assert done.stderr.endswith("; show one with --token-file FILE (or BATON_TOKEN_FILE)\n")
+    assert done.stderr.endswith("; pass one with --token-file FILE (or BATON_TOKEN_FILE)\n")
     for command in ("generate", "status"):
         done = await baton(
             command, *(["one"] if command == "generate" else []), "--target", address
         )
-        assert done.stderr.endswith(
-            f"; {address} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)\n"
-        )
+        assert done.stderr.endswith(f"; {address} uses TLS: pass --tls-ca FILE (or BATON_TLS_CA)\n")
     await server.drain(grace_s=0)
 
 
@@ -479,7 +481,7 @@ async def test_a_plain_server_is_told_apart_from_none(tmp_path: Path, address: s
     ca = Authority().files(tmp_path / "client", "client").ca
     done = await baton("status", "--target", address, "--tls-ca", str(ca))
     assert done.stderr.endswith(
-        f"; {address} does not speak TLS: leave --tls-ca (and BATON_TLS_CA) out\n"
+        f"; {address} does not use TLS: remove --tls-ca (and BATON_TLS_CA)\n"
     )
     done = await baton("status", "--target", "127.0.0.1:1", "--tls-ca", str(ca))
     assert "TLS:" not in done.stderr

@@ -403,7 +403,7 @@ def test_the_limit_is_on_all_processes_together(tmp_path: Path) -> None:
     """Two routers, 14 prefill processes, and 3 pools of 2 stages of 8 ranks."""
     fits = replace(config(tmp_path), routers=2, prefill=14, decode=3, decode_pp=2, decode_tp=8)
     fits.check()
-    with pytest.raises(ConfigError, match=r"^65 processes are asked for.* the limit is 64"):
+    with pytest.raises(ConfigError, match=r"^65 processes requested.* the limit is 64"):
         replace(fits, prefill=15).check()
 
 

@@ -153,8 +153,8 @@ async def test_of_a_trace_as_many_are_sent_as_asked_for_and_none_is_cut_in_silen
     assert (await baton_load(*flags, "--requests", "1"))[0] == 0
     assert [len(request.token_ids.ids) for request in servicer.requests] == [3]
     code, out, err = await baton_load(*flags, "--too-long", "skip")
-    assert "requests left out as longer than the context of 64 tokens: 1\n" in out
-    assert "requests left out as the trace has no answer to them: 1\n" in out
+    assert "requests skipped as longer than the context of 64 tokens: 1\n" in out
+    assert "requests skipped as the trace has no response to them: 1\n" in out
     code, out, err = await baton_load(*flags, "--too-long", "cut", "--json")
     await server.drain(grace_s=0)
     figures = json.loads(out)
@@ -193,9 +193,7 @@ async def test_each_run_has_prompts_of_its_own_and_its_warm_up_too() -> None:
     assert len(set(seeds)) == 3
     assert len(set(prompts[:12])) == 12
     assert set(prompts[12:16]) == set(prompts[8:12])
-    assert (
-        "seed 8; the same requests once more (--seed) may find their prompts in the caches" in out
-    )
+    assert "seed 8; a second run with it (--seed) may find its prompts in the caches" in out
     assert "prefix caches served 0 of 40 prompt tokens (0.0%)" in out
 
 
@@ -213,10 +211,10 @@ def test_what_is_not_installed_or_possible_is_said_before_the_run(
 ) -> None:
     with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):
         check_can_plot(tmp_path / "run.txt")
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         check_can_plot(tmp_path / "none" / "run.png")
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(ConfigError, match=r"folder\.png cannot be written"):
+    with pytest.raises(ConfigError, match=r"cannot write .*folder\.png"):
         check_can_plot(tmp_path / "folder.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"baton\[plot\]"):

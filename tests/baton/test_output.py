@@ -94,16 +94,16 @@ async def test_bytes_that_are_no_text_are_refused_as_that(
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, b"")
-    assert b" is no text: 'utf-8' codec can't decode byte 0xff in position 0" in done.stderr
+    assert b" is not text: 'utf-8' codec can't decode byte 0xff in position 0" in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("generate <&-", "give a PROMPT, or pipe one in"),
-        ("generate </dev/null", "give a PROMPT, or pipe one in: stdin was empty"),
-        ("generate - </dev/null", "give a PROMPT, or pipe one in: stdin was empty"),
+        ("generate <&-", "pass a PROMPT, or pipe one in"),
+        ("generate </dev/null", "pass a PROMPT, or pipe one in: stdin was empty"),
+        ("generate - </dev/null", "pass a PROMPT, or pipe one in: stdin was empty"),
         ("generate ''", "the PROMPT is empty"),
         ("generate --ids ,", "prompt: must be token ids like 1,2,3, got ','"),
         ("chat <&-", "chat needs both stdin and stdout"),
@@ -133,12 +133,12 @@ def test_a_silent_stdin_is_said_to_be_waited_for(monkeypatch: pytest.MonkeyPatch
         os.close(read_end)
         assert child.stderr is not None
         assert child.stderr.readline() == (
-            "baton: reading the prompt from stdin until that ends (or give a PROMPT)\n"
+            "baton: reading the prompt from stdin until that ends (or pass a PROMPT)\n"
         )
         os.close(write_end)
         assert (child.wait(240), child.stderr.read()) == (
             2,
-            "baton: give a PROMPT, or pipe one in: stdin was empty\n",
+            "baton: pass a PROMPT, or pipe one in: stdin was empty\n",
         )
 
 
@@ -161,7 +161,7 @@ async def test_where_nothing_listens_two_ways_on_are_named() -> None:
         assert done.returncode == 1
         assert done.stderr.endswith(
             "; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) "
-            "names another router\n"
+            "selects another router\n"
         )
 
 

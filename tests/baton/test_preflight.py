@@ -53,12 +53,12 @@ def shapes(
 @pytest.mark.parametrize(
     ("num_stages", "partition", "says"),
     [
-        (1, "3,5", "--decode-partition 3,5 is for 2 stages, and --decode-pp says 1"),
-        (3, "3,5", "is for 2 stages, and --decode-pp says 3"),
+        (1, "3,5", "--decode-partition 3,5 is for 2 stages, and --decode-pp is 1"),
+        (3, "3,5", "is for 2 stages, and --decode-pp is 3"),
         (2, "3,4", "sums to 7, the model has 8 layers"),
         (2, "0,8", "at least 1 each"),
         (2, "3;5", "must be numbers of layers"),
-        (1, "balanced", "is for several stages, and --decode-pp says 1"),
+        (1, "balanced", "is for several stages, and --decode-pp is 1"),
     ],
 )
 def test_a_partition_fits_stages_and_layers(
@@ -125,7 +125,7 @@ def test_the_files_metrics_ports_count_up() -> None:
     }
     with pytest.raises(
         ConfigError,
-        match=r"decode\.metrics_port 29190: decode-0\.0 would take 29190, and router has",
+        match=r"decode\.metrics_port 29190: decode-0\.0 would take 29190, and router uses it",
     ):
         metrics_ports({**tables, "decode": {"metrics_port": 29190}}, names)
     with pytest.raises(
@@ -203,8 +203,8 @@ def test_a_busy_machine_leaves_each_a_little(tmp_path: Path) -> None:
     busier = HostMemory(20000 * MIB, 1200 * MIB)
     with pytest.raises(
         ConfigError,
-        match=r"nothing is left for caches: 0\.8 of the 1200 MiB .* 2 \* 100 MiB of "
-        r"weights and 2 \* 384 MiB of processes, is -8 MiB: fewer pools",
+        match=r"no memory is left for caches: 0\.8 of the 1200 MiB .* 2 \* 100 MiB of "
+        r"weights and 2 \* 384 MiB of processes, is -8 MiB: use fewer pools",
     ) as refused:
         memory_flags(shapes(), {}, folder, busier)
     assert refused.value.field == "memory_mb"
@@ -258,22 +258,22 @@ def test_tls_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path)
         (
             ALL_TLS,
             PLAIN_CHANNEL,
-            "--tls-ca is missing: the settings file has the processes speak TLS",
+            "--tls-ca is missing: the settings file enables TLS",
         ),
         (
             ALL_TLS,
             trusts_only,
-            "--tls-cert is missing: the settings file has the processes speak TLS",
+            "--tls-cert is missing: the settings file enables TLS",
         ),
         (
             {},
             shows_own,
-            "--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out",
+            "--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: remove it",
         ),
         (
             without_decode,
             shows_own,
-            "decode.tls_cert is missing: [router] has one, and TLS between roles is for all",
+            "decode.tls_cert is missing: [router] has one, and either all roles use TLS",
         ),
     ]
     for tables, security, says in refused:

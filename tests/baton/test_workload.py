@@ -98,14 +98,16 @@ def test_a_load_beyond_the_context_is_refused_unless_it_is_said_what_to_do() -> 
     with pytest.raises(
         ConfigError,
         match=r"^2 of 4 requests are longer than the context of 64 tokens, the longest "
-        r"comes to 510: --too-long skip .* --too-long cut",
+        r"has 510: --too-long skip .* --too-long cut",
     ):
         fitted(LONG, 64, TooLong.REFUSE)
     assert fitted(LONG, 64, TooLong.SKIP) == Fitted((LONG[0], LONG[2]), num_skipped=2)
     assert fitted(LONG, 64, TooLong.CUT) == Fitted(
         (LONG[0], Planned(1, 54, 10), LONG[2], Planned(3, 1, 63)), num_cut=2
     )
-    with pytest.raises(ConfigError, match="none of 1 requests fits into the context of 64 tokens"):
+    with pytest.raises(
+        ConfigError, match="none of the 1 requests fits into the context of 64 tokens"
+    ):
         fitted(LONG[1:2], 64, TooLong.SKIP)
 
 
@@ -113,8 +115,8 @@ def test_what_is_not_sent_as_planned_is_told() -> None:
     assert not list(changes(cut=0, skipped=0, unanswered=0, max_context_tokens=64))
     assert list(changes(cut=1, skipped=2, unanswered=3, max_context_tokens=64)) == [
         "requests cut to the context of 64 tokens: 1",
-        "requests left out as longer than the context of 64 tokens: 2",
-        "requests left out as the trace has no answer to them: 3",
+        "requests skipped as longer than the context of 64 tokens: 2",
+        "requests skipped as the trace has no response to them: 3",
     ]
 
 

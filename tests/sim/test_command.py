@@ -55,8 +55,8 @@ def test_azures_and_burst_gpts_tables_are_loads(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["--trace", str(table), "--too-long", "skip", "--json"])
     assert json.loads(done.stdout)["requests"] == 2
     assert done.stderr == (
-        "requests left out as longer than the context of 131072 tokens: 1\n"
-        "requests left out as the trace has no answer to them: 1\n"
+        "requests skipped as longer than the context of 131072 tokens: 1\n"
+        "requests skipped as the trace has no response to them: 1\n"
     )
 
 
