@@ -17,7 +17,7 @@ from rich.console import Console
 
 from baton.chat_options import Messages, TemplateArguments, Tools, read_options
 from baton.client import BatonClient
-from baton.command_line import AsJson, Target, Timeout, one_line_errors, targets_of
+from baton.command_line import AsJson, TargetOption, Timeout, one_line_errors, targets_of
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
@@ -38,7 +38,7 @@ from runtime.process.standard_streams import told_of_full_disks
 from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.version import VERSION
 
-Ids = Annotated[bool, typer.Option("--ids", help="The prompt is a list of token ids.")]
+IdsFlag = Annotated[bool, typer.Option("--ids", help="The prompt is a list of token ids.")]
 _LENGTH_HELP = "Prompt lengths: 192, uniform:96-288, normal:192,48 or exponential:192."
 
 app = typer.Typer(
@@ -118,8 +118,8 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    target: Target = None,
-    ids: Ids = False,
+    target: TargetOption = None,
+    ids: IdsFlag = False,
     as_chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a chat message.")
     ] = False,
@@ -220,7 +220,7 @@ def generate(
 
 @app.command()
 def chat(
-    target: Target = None,
+    target: TargetOption = None,
     system: Annotated[
         str, typer.Option(help="System message at the start of the conversation.")
     ] = "",
@@ -257,7 +257,7 @@ def chat(
 
 @app.command()
 def status(
-    target: Target = None,
+    target: TargetOption = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")
     ] = False,
@@ -287,7 +287,7 @@ def status(
 
 @app.command()
 def flush(
-    target: Target = None,
+    target: TargetOption = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -310,7 +310,7 @@ def flush(
 
 @app.command()
 def load(
-    target: Target = None,
+    target: TargetOption = None,
     api: Annotated[
         Api, typer.Option(help="API of the target: Baton's own, or VllmEngine's.")
     ] = Api.BATON,

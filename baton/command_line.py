@@ -15,7 +15,7 @@ from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import report_end
 from runtime.process.standard_streams import told_of_full_disks
 
-Target = Annotated[
+TargetOption = Annotated[
     list[str] | None,
     typer.Option(
         show_default=DEFAULT_TARGET,

@@ -18,14 +18,14 @@ INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class StatusSample:
     """Cluster status with its time in seconds of a monotonic clock."""
 
     status: ClusterStatus
     taken_s: float
 
 
-def token_rates(before: Sample, now: Sample) -> dict[str, float]:
+def token_rates(before: StatusSample, now: StatusSample) -> dict[str, float]:
     """Return tokens per second by address: of prompts in prefill pools, of output in decode pools.
 
     A worker that is new or has restarted has no rate yet.
@@ -46,14 +46,14 @@ def _tokens(worker: WorkerStatus) -> int:
 
 def watch_status(client: BatonClient, console: Console) -> None:
     """Show the status until Ctrl-C; show an unreachable router as such, and call it again."""
-    before: Sample | None = None
+    before: StatusSample | None = None
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, auto_refresh=False, screen=console.is_terminal) as live,
     ):
         while True:
             try:
-                now = Sample(client.cluster_status(), time.monotonic())
+                now = StatusSample(client.cluster_status(), time.monotonic())
             except BatonError as error:
                 shown: RenderableType = Text(str(error), "red")
             else:

@@ -73,7 +73,7 @@ async def chunks(client: AsyncBatonClient, query: Query) -> AsyncIterator[Chunk]
                 yield event
 
 
-class Held:
+class FreePages:
     """How many pages a decode pool has free, as it reports to several watchers in turns: one gets a
     report every 50 ms."""
 
@@ -105,7 +105,7 @@ class Held:
                     return
 
 
-async def forgotten_s(http: httpx2.AsyncClient, model: str, held: Held) -> float:
+async def forgotten_s(http: httpx2.AsyncClient, model: str, held: FreePages) -> float:
     """From the moment a client closes its connection to the first report of decode that all pages
     are free."""
     stream = pieces(http, body(model, 1900, is_endless=True))
@@ -144,7 +144,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         spent = {name: process_cpu_s(pid) - before[name] for name, pid in pids.items()}
         announcement = cluster.processes["decode-0"].announcement
         assert announcement is not None
-        held = Held()
+        held = FreePages()
         watching = [
             asyncio.create_task(held.watch(announcement.address, after_s=index * 0.01))
             for index in range(WATCHERS)

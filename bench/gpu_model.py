@@ -44,7 +44,7 @@ from testing.batches import unmarked
 
 PAGE = 64
 _SHARE_OF_FREE = 0.8  # the rest is for activations and graphs
-Clock = Callable[[Callable[[], object]], float]  # seconds per call
+Stopwatch = Callable[[Callable[[], object]], float]  # seconds per call
 _DRAW = SamplingRow(SamplingParams(), 0)
 _ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA_8B: dict[str, object] = {
@@ -255,7 +255,7 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
 
 
-def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> dict[str, Value]:
+def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]:
     """Milliseconds per step, and the share of the copy ceiling at which its bytes were read."""
     values: dict[str, Value] = {}
     for context in sizes.contexts:
@@ -271,7 +271,7 @@ def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> di
     return values
 
 
-def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> dict[str, Value]:
+def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]:
     """Milliseconds per prompt, and the share of the matrix ceiling."""
     values: dict[str, Value] = {}
     for length in sizes.prompts:
@@ -284,7 +284,7 @@ def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> d
     return values
 
 
-def verify(subject: Subject, sizes: Sizes, clock: Clock) -> dict[str, Value]:
+def verify(subject: Subject, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]:
     """How many plain steps of one row, not captured either, it costs to verify a chain of so
     many."""
     context = min(sizes.contexts)
@@ -301,7 +301,7 @@ def verify(subject: Subject, sizes: Sizes, clock: Clock) -> dict[str, Value]:
 
 
 def reference(
-    config: dict[str, object], device: torch.device, sizes: Sizes, clock: Clock
+    config: dict[str, object], device: torch.device, sizes: Sizes, clock: Stopwatch
 ) -> dict[str, Value]:
     """transformers' forward for one token of one row behind the shortest context; nothing where it
     is not there."""
@@ -335,7 +335,7 @@ def measure(
     backends: Backends,
     limits: Ceilings,
     sizes: Sizes,
-    clock: Clock,
+    clock: Stopwatch,
     tell: Callable[[dict[str, Value]], None],
 ) -> None:
     """All parts of one model, and then, when its memory is free again, of transformers'."""

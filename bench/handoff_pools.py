@@ -32,7 +32,7 @@ NUM_PAGES = 2 * NUM_TOKENS // PAGE_SIZE
 TIMEOUT_S = 120
 
 
-class _Side:
+class _HandoffEnd:
     """Pools, an agent, and the reports of the one session that is open, with the moment each
     came."""
 
@@ -92,7 +92,7 @@ def source_process(
     """Serve handoffs on this core until None comes: terms, destination in, moment of release
     out."""
     os.sched_setaffinity(0, {core})
-    side = _Side(profile, device, "source")
+    side = _HandoffEnd(profile, device, "source")
     while (number := connection.recv()) is not None:
         terms = SourceTerms(
             "",
@@ -122,7 +122,7 @@ class Destination:
     """The receiving side, in this process."""
 
     def __init__(self, profile: TransportProfile, device: str) -> None:
-        self._side = _Side(profile, device, "destination")
+        self._side = _HandoffEnd(profile, device, "destination")
         self.num_bytes = 0
 
     def handoff(self, source: Connection, number: int) -> float:

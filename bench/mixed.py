@@ -71,7 +71,7 @@ class MixedRequest:
 
 
 @dataclass(frozen=True)
-class Turn:
+class MeasuredTurn:
     """One side's turn: the streams and long prompts, and the window that counts for streams."""
 
     streams: Sequence[MixedRequest]
@@ -104,7 +104,7 @@ class Turn:
         }
 
 
-async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespace) -> Turn:
+async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespace) -> MeasuredTurn:
     """The streams are left when the last long prompt has its answer."""
 
     def prompt(tokens: int) -> list[int]:
@@ -134,10 +134,10 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
         await asyncio.gather(*reading)
         for task in following:
             task.cancel()
-    return Turn(streams, longs, began_s, ended_s)
+    return MeasuredTurn(streams, longs, began_s, ended_s)
 
 
-def summarize(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Value]:
+def summarize(turns: Mapping[str, Sequence[MeasuredTurn]]) -> dict[str, Value]:
     """Medians over turns by side, sums of what was lost, and the ratios turn by turn."""
     found = {side: [turn.figures() for turn in those] for side, those in turns.items()}
     values: dict[str, Value] = {}
@@ -183,7 +183,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     cores = sorted(os.sched_getaffinity(0))
     servers, clients = cores[:2], cores[2:] or cores
     model = write_checkpoint(flags.folder / "checkpoint")
-    turns: dict[str, list[Turn]] = {}
+    turns: dict[str, list[MeasuredTurn]] = {}
     async with AsyncExitStack() as stack:
         sides: dict[str, MixedSide] = {}
         _keep_to(servers)

@@ -38,12 +38,12 @@ class Finished:
     num_preemptions: int
 
 
-Event = Drawn | Finished | Failed
-Emit = Callable[[Event], object]
+DecodeEntryEvent = Drawn | Finished | Failed
+DecodeEmitter = Callable[[DecodeEntryEvent], object]
 
 
 @dataclass
-class DecodeEntry(Entry[Event]):
+class DecodeEntry(Entry[DecodeEntryEvent]):
     """One request with the tokens that it has sampled.
 
     `compatibility` is empty if it does not use the cache. Otherwise it is the digest of everything

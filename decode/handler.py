@@ -4,7 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeEntryEvent, Drawn, Finished
 from decode.event_sender import DecodeEventSender
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
@@ -36,7 +36,7 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 from transfer.transport.authenticator import new_key
 
-DecodeInbox = Inbox[pb.DecodeInput, Event]
+DecodeInbox = Inbox[pb.DecodeInput, DecodeEntryEvent]
 _REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -334,7 +334,7 @@ async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
                 continue  # an offer that crossed the commit has no effect
 
 
-def receive(event_sender: DecodeEventSender, inbox: DecodeInbox, event: Event) -> None:
+def receive(event_sender: DecodeEventSender, inbox: DecodeInbox, event: DecodeEntryEvent) -> None:
     """Send an engine event to the router, and pass those that end the request to its handler."""
     if isinstance(event, Drawn):
         event_sender.drawn(event.tokens)

@@ -23,7 +23,7 @@ from functools import cached_property, partial
 from itertools import count, islice
 
 from decode.ahead import lease_ahead
-from decode.entry import DecodeEntry, DecodeLimits, Drawn, Emit, Finished, RestLimit
+from decode.entry import DecodeEmitter, DecodeEntry, DecodeLimits, Drawn, Finished, RestLimit
 from decode.request_memory import RequestMemory, Reservation
 from decode.speculation import (
     MAX_DRAFT_TOKENS,
@@ -79,7 +79,7 @@ class DecodeScheduler:
     def reserve(
         self,
         request: Request,
-        emit: Emit,
+        emit: DecodeEmitter,
         *,
         replayed: Sequence[int] = (),
         blocks: tuple[bytes, ...] = (),
@@ -112,7 +112,7 @@ class DecodeScheduler:
     def read_rest(
         self,
         request: Request,
-        emit: Emit,
+        emit: DecodeEmitter,
         *,
         blocks: tuple[bytes, ...],
         compatibility: str,
@@ -163,7 +163,7 @@ class DecodeScheduler:
         self._run(entry)
         self._finish_if_done(entry)
 
-    def submit_local(self, request: Request, emit: Emit) -> int:
+    def submit_local(self, request: Request, emit: DecodeEmitter) -> int:
         """Generate without a handoff and without the cache: this pool prefills the prompt.
 
         Used for warm-up, and as the reference for every topology.

@@ -16,7 +16,7 @@ from functools import partial
 
 import grpc
 
-from decode.entry import Drawn, Event
+from decode.entry import DecodeEntryEvent, Drawn
 from decode.event_sender import DecodeEventSender
 from decode.handler import DecodeHandler, DecodeInbox, DecodeParts, LocalPrefillHandler, receive
 from decode.request_memory import Reservation
@@ -35,7 +35,9 @@ from transfer.plan import codec
 HANDOFF_TIMEOUT_S = 60.0  # seconds in one state of the handoff, for a request without a deadline
 
 
-def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> None:
+def _emit(
+    post: EventPost, receive: Callable[[DecodeEntryEvent], None], event: DecodeEntryEvent
+) -> None:
     """Post an event to the event loop's thread; called on the engine thread.
 
     Tokens may wait for those of the next steps if these are short.
@@ -43,7 +45,7 @@ def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> No
     post.put(receive, event, can_wait=isinstance(event, Drawn))
 
 
-Context = grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]
+DecodeContext = grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -66,7 +68,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
 
     async def Serve(
-        self, request_iterator: AsyncIterator[pb.DecodeInputs], context: Context
+        self, request_iterator: AsyncIterator[pb.DecodeInputs], context: DecodeContext
     ) -> AsyncIterator[pb.DecodeEvents]:
         num_taken = len(self._parts.ranks.schedulers) * self._parts.plan.max_held
         call = RouterCall(

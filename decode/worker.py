@@ -4,7 +4,7 @@ import itertools
 from functools import partial
 
 from decode.adaptive import AdaptiveDraft
-from decode.entry import DecodeLimits, Event, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Finished
 from decode.handler import DecodeParts
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
@@ -168,5 +168,5 @@ def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
     metrics.step_s.labels("yes" if step.num_drafted else "no").observe(step.seconds)
 
 
-def _outcome(event: Event) -> bool | BatonError:
+def _outcome(event: DecodeEntryEvent) -> bool | BatonError:
     return event.error if isinstance(event, Failed) else isinstance(event, Finished)

@@ -25,7 +25,7 @@ from typing import Protocol, TypeGuard, TypeVar
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.time_limits import StepLimit
-from engine.pipeline.ranks import Step, plan_step
+from engine.pipeline.ranks import RankBatches, plan_step
 from engine.pipeline.results import StepResult
 from engine.pipeline.stages import Pipeline
 from runtime.errors import (
@@ -114,7 +114,7 @@ class EngineLoop:
         self._pipeline: Pipeline | None = None
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
-        self._in_flight: deque[tuple[Step, float]] = deque()
+        self._in_flight: deque[tuple[RankBatches, float]] = deque()
         self._collected_s = 0.0  # time of the latest result
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
@@ -278,7 +278,7 @@ class EngineLoop:
         self._observer.settled()
         self._wait_for_command()
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> RankBatches | None:
         """Return the next batch of each data rank, or None if no rank has one."""
         step = plan_step([scheduler.next_batch() for scheduler in self._schedulers])
         return step if any(batch is not None for batch in step) else None

@@ -18,7 +18,7 @@ _BYTES = 16
 
 
 @dataclass(frozen=True)
-class StageWeights:
+class StageDigests:
     """The digests of the weights that one stage has read, all in hex.
 
     `total` is the sum over the tensors that this stage counts. `copies` has the digests of tensors
@@ -39,7 +39,7 @@ class PoolWeights:
     draft_total: str = ""
 
     @classmethod
-    def of(cls, stages: Iterable[StageWeights]) -> "PoolWeights":
+    def of(cls, stages: Iterable[StageDigests]) -> "PoolWeights":
         found = list(stages)
         drafts = [stage.draft_total for stage in found if stage.draft_total]
         return cls(

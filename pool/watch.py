@@ -26,7 +26,7 @@ from runtime.version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
+WatchContext = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
 # Intervals between two reports of an idle pool; a router suspects a worker after more of them.
 _IDLE_INTERVALS = 2
@@ -133,7 +133,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     async def Watch(
-        self, request: pb.WatchRequest, context: Context
+        self, request: pb.WatchRequest, context: WatchContext
     ) -> AsyncIterator[pb.WatchResponse]:
         interval = request.interval_s
         if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:

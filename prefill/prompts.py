@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.request import DrawnToken
-from engine.core.state_rows import Snapshot, StateRow
+from engine.core.state_rows import StateRow, StateSnapshot
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotLease
 from engine.sampling.sampler import Scores
@@ -54,12 +54,12 @@ class FirstToken:
     prefill_s: float
 
 
-Event = Started | Scored | FirstToken | Failed
-Emit = Callable[[Event], object]
+PrefillEntryEvent = Started | Scored | FirstToken | Failed
+PrefillEmitter = Callable[[PrefillEntryEvent], object]
 
 
 @dataclass
-class PrefillEntry(Entry[Event]):
+class PrefillEntry(Entry[PrefillEntryEvent]):
     """One prompt on a prefill pool.
 
     awaited           block that another prompt was computing when this one was last checked
@@ -177,7 +177,7 @@ class PromptCache(PrefixCache):
         for count in passed[: max(num_spare, 0)]:
             lease = self.slots.alloc(owner=entry.owner)
             entry.snapshots.append((count, lease))
-            snapshots.append(Snapshot(count, lease.slot_id))
+            snapshots.append(StateSnapshot(count, lease.slot_id))
         for count in passed[len(snapshots) :]:
             # No other prompt needs to wait for it.
             self._coming.pop(entry.blocks[self._num_blocks(count) - 1], None)

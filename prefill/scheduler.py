@@ -34,8 +34,8 @@ from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.prompts import (
-    Emit,
     FirstToken,
+    PrefillEmitter,
     PrefillEntry,
     PrefillLimits,
     PromptCache,
@@ -85,7 +85,7 @@ class PrefillScheduler:
     def submit(
         self,
         request: Request,
-        emit: Emit,
+        emit: PrefillEmitter,
         *,
         blocks: tuple[bytes, ...] = (),
         ends_at_s: float = math.inf,

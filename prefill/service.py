@@ -20,7 +20,7 @@ from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts, read_request, serve
 from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, SessionChanged
 from prefill.event_sender import PrefillEventSender
-from prefill.prompts import Event, FirstToken, Scored, Started
+from prefill.prompts import FirstToken, PrefillEntryEvent, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc, transfer_pb2
@@ -52,7 +52,7 @@ _WAITS = {
     SendState.SENT: "the router to confirm the handoff",
 }
 
-PrefillInbox = Inbox[pb.PrefillInput, Event]
+PrefillInbox = Inbox[pb.PrefillInput, PrefillEntryEvent]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +313,7 @@ class PrefillHandler:
         )
 
 
-Context = grpc.aio.ServicerContext[pb.PrefillInputs, pb.PrefillEvents]
+PrefillContext = grpc.aio.ServicerContext[pb.PrefillInputs, pb.PrefillEvents]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -334,7 +334,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
 
     async def Serve(
-        self, request_iterator: AsyncIterator[pb.PrefillInputs], context: Context
+        self, request_iterator: AsyncIterator[pb.PrefillInputs], context: PrefillContext
     ) -> AsyncIterator[pb.PrefillEvents]:
         num_taken = sum(
             scheduler.limits.max_running + scheduler.limits.max_queued

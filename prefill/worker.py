@@ -14,7 +14,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
-from prefill.prompts import Event, FirstToken, PrefillLimits
+from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
@@ -125,5 +125,5 @@ class PrefillLeader:
             await run_inside(parts.leader.loop, partial(scheduler.submit, request), _outcome, end)
 
 
-def _outcome(event: Event) -> bool | BatonError:
+def _outcome(event: PrefillEntryEvent) -> bool | BatonError:
     return event.error if isinstance(event, Failed) else isinstance(event, FirstToken)

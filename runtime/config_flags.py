@@ -23,13 +23,13 @@ from runtime.config import Config
 
 Flags = Mapping[str, object]
 """Values by setting, None for flags that were not given."""
-Run = Callable[[Flags, Path | None, bool], None]
+RunRole = Callable[[Flags, Path | None, bool], None]
 
 _FILE = "config"
 _CHECK = "check_settings"
 
 
-def flags_of(config: type[Config], *, section: str) -> Callable[[Run], Callable[..., None]]:
+def flags_of(config: type[Config], *, section: str) -> Callable[[RunRole], Callable[..., None]]:
     """Return a decorator that turns `run` into the function of a typer command.
 
     The command has a flag for each setting of `config`, `--config FILE` and `--check-settings`.
@@ -42,7 +42,7 @@ def flags_of(config: type[Config], *, section: str) -> Callable[[Run], Callable[
         _option(_CHECK, bool, "Check the settings and exit.", "--check-settings"),
     ]
 
-    def decorate(run: Run) -> Callable[..., None]:
+    def decorate(run: RunRole) -> Callable[..., None]:
         def command(**given: Any) -> None:  # noqa: ANN401 - typer converts the values
             file = given.pop(_FILE)
             checks_only = bool(given.pop(_CHECK))

@@ -21,7 +21,7 @@ END_S = 1e12  # after the end of any run
 
 
 @dataclass(eq=False)
-class _RequestHandler:
+class _AggregatedRequest:
     """One request on its worker."""
 
     planned: Planned
@@ -42,11 +42,11 @@ class _AggregatedWorker:
     costs: Costs
     now_s: float = 0.0
     unread: int = 0  # tokens to prefill, of all prompts
-    _queue: deque[_RequestHandler] = field(default_factory=deque)
-    _rows: list[_RequestHandler] = field(default_factory=list)
+    _queue: deque[_AggregatedRequest] = field(default_factory=deque)
+    _rows: list[_AggregatedRequest] = field(default_factory=list)
     _pages_used: int = 0
 
-    def take(self, handler: _RequestHandler) -> None:
+    def take(self, handler: _AggregatedRequest) -> None:
         """Queue a request now."""
         self._queue.append(handler)
         self.unread += handler.unread
@@ -62,7 +62,7 @@ class _AggregatedWorker:
             else:
                 self.now_s = until_s
 
-    def _chunk(self) -> list[tuple[_RequestHandler, int]]:
+    def _chunk(self) -> list[tuple[_AggregatedRequest, int]]:
         """Return the next prompts with tokens of each, up to one chunk, and reserve pages for new
         ones.
         """
@@ -85,7 +85,7 @@ class _AggregatedWorker:
             num_rows = num_rows + 1
         return found
 
-    def _step(self, chunk: Sequence[tuple[_RequestHandler, int]]) -> None:
+    def _step(self, chunk: Sequence[tuple[_AggregatedRequest, int]]) -> None:
         prefill = self.costs.prefill
         decode = self.costs.decode
         pairs = sum(count * (handler.context + (count + 1) / 2) for handler, count in chunk)
@@ -118,14 +118,14 @@ class _AggregatedWorker:
         for row in tuple(self._rows):
             self._drew_of(row, num_tokens)
 
-    def _drew_of(self, row: _RequestHandler, num_tokens: int) -> None:
+    def _drew_of(self, row: _AggregatedRequest, num_tokens: int) -> None:
         row.left -= num_tokens
         if row.left <= 0:
             row.last_s = self.now_s
             self._rows.remove(row)
             self._pages_used -= self._pages(row)
 
-    def _pages(self, handler: _RequestHandler) -> int:
+    def _pages(self, handler: _AggregatedRequest) -> int:
         return -(
             -(handler.planned.prompt_tokens + handler.planned.output_tokens)
             // self.costs.model.page_size
@@ -139,14 +139,14 @@ def aggregated(num_workers: int, costs: Costs, load: Sequence[Planned]) -> list[
     for planned in load:
         for worker in workers:
             worker.advance(planned.at_s)
-        handlers.append(_RequestHandler(planned, planned.prompt_tokens, planned.output_tokens))
+        handlers.append(_AggregatedRequest(planned, planned.prompt_tokens, planned.output_tokens))
         min(workers, key=lambda worker: worker.unread).take(handlers[-1])
     for worker in workers:
         worker.advance(END_S)
     return [_outcome(handler) for handler in handlers]
 
 
-def _outcome(handler: _RequestHandler) -> Outcome:
+def _outcome(handler: _AggregatedRequest) -> Outcome:
     if not handler.last_s:
         return Outcome(None, (), 0, None, CapacityError.reason, handler.planned.at_s)
     times = tuple(at_s - handler.planned.at_s for at_s in (handler.first_s, handler.last_s))

@@ -13,7 +13,7 @@ from runtime.errors import BatonError, InternalError, UnavailableError
 from sim.cores import Machine
 from sim.prompts import PromptBook, SimulatedPrompt
 from sim.router import RouterProcess
-from sim.worker import Prompts
+from sim.worker import SimulatedPrompts
 
 MAX_ROUTERS = 3  # routers that a client tries
 
@@ -56,7 +56,7 @@ class Clients:
         self,
         routers: Sequence[RouterProcess],
         rng: random.Random,
-        prompts: Prompts,
+        prompts: SimulatedPrompts,
         machine: Machine,
     ) -> None:
         self._machine = machine

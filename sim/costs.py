@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from runtime.errors import ConfigError
 
 
-class _Part(BaseModel):
+class _CostModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelCosts(_Part):
+class ModelCosts(_CostModel):
     """Sizes of the model. `state_bytes` is the recurrent state of a request."""
 
     page_size: int = Field(default=64, ge=1)
@@ -27,7 +27,7 @@ class ModelCosts(_Part):
     state_bytes: int = Field(default=0, ge=0)
 
 
-class PrefillCosts(_Part):
+class PrefillCosts(_CostModel):
     """Costs of prefill.
 
     A chunk takes `step_s`, plus `token_s` for each of its tokens, plus `pair_s` for each pair of
@@ -54,7 +54,7 @@ class PrefillCosts(_Part):
         return self.step_s + self.token_s * tokens + self.pair_s * pairs
 
 
-class DecodeCosts(_Part):
+class DecodeCosts(_CostModel):
     """Costs of decode.
 
     A round gives every row of a pool its next token. It takes `step_s`, plus `row_s` for each row,
@@ -88,7 +88,7 @@ class DecodeCosts(_Part):
         return self.step_s * turns + self.row_s * rows + self.context_s * context_tokens
 
 
-class NetworkCosts(_Part):
+class NetworkCosts(_CostModel):
     """Costs of the network. `latency_s` is one-way per message; the bandwidth is per worker and
     direction.
     """
@@ -97,7 +97,7 @@ class NetworkCosts(_Part):
     bytes_per_s: float = Field(default=5e10, gt=0)
 
 
-class MachineCosts(_Part):
+class MachineCosts(_CostModel):
     """Costs of a machine that runs all processes of a fleet.
 
     `cores` is its number of cores; 0 gives every worker a core of its own. `speed` is the work in
@@ -115,7 +115,7 @@ class MachineCosts(_Part):
     token_s: float = Field(default=0.0, ge=0)
 
 
-class Costs(_Part):
+class Costs(_CostModel):
     """All costs of a fleet."""
 
     model: ModelCosts = ModelCosts()

@@ -15,7 +15,7 @@ from runtime.errors import BatonError, DrainingError
 from sim.cores import Alarm, Machine, Processor
 from sim.costs import Costs
 from sim.decode_pool import DecodePool, DrawnRow
-from sim.links import Arrival, Arrivals, Interface
+from sim.links import Arrival, ArrivalTable, Interface
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
 from sim.worker import SimulatedWorker
@@ -27,7 +27,7 @@ DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
 
 
 @dataclass(eq=False)
-class _DecodeHandler:
+class _SimulatedDecodeHandler:
     """One request on this worker, to its end."""
 
     request: DecodeRequest
@@ -51,7 +51,12 @@ class DecodeWorker(SimulatedWorker):
     role = "decode"
 
     def __init__(
-        self, address: str, costs: Costs, arrivals: Arrivals, machine: Machine, processor: Processor
+        self,
+        address: str,
+        costs: Costs,
+        arrivals: ArrivalTable,
+        machine: Machine,
+        processor: Processor,
     ) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self.num_landed_bytes = 0.0
@@ -103,7 +108,7 @@ class DecodeWorker(SimulatedWorker):
         if self._alarm is not None:
             self._alarm.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self._loop.time)
-        self._handlers: dict[int, _DecodeHandler] = {}
+        self._handlers: dict[int, _SimulatedDecodeHandler] = {}
         self._num_open = 0  # uncommitted requests
         return PointJournal()
 
@@ -156,7 +161,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _reserve(
         self, made: DecodeRequest, opening: decode_pb2.DecodeOpen
-    ) -> _DecodeHandler | None:
+    ) -> _SimulatedDecodeHandler | None:
         self._num_handlers += 1
         request = opening.request
         num_again = len(opening.replayed_token_ids)
@@ -175,7 +180,7 @@ class DecodeWorker(SimulatedWorker):
         except BatonError as error:
             made.end(error)
             return None
-        handler = _DecodeHandler(
+        handler = _SimulatedDecodeHandler(
             made,
             row,
             f"{self.incarnation}/{row.key}",
@@ -195,7 +200,7 @@ class DecodeWorker(SimulatedWorker):
         self._offered(handler)
         return handler
 
-    def _received(self, handler: _DecodeHandler, message: decode_pb2.DecodeInput) -> None:
+    def _received(self, handler: _SimulatedDecodeHandler, message: decode_pb2.DecodeInput) -> None:
         if handler.is_committed:
             return
         match message.WhichOneof("input"):
@@ -205,7 +210,7 @@ class DecodeWorker(SimulatedWorker):
                 handler.first_token_s = self._loop.time()
                 self._commit_if_complete(handler)
 
-    def _offered(self, handler: _DecodeHandler) -> None:
+    def _offered(self, handler: _SimulatedDecodeHandler) -> None:
         """Expect the pages that a prefill worker offers, and send destination terms."""
         self._arrivals.pop((handler.session_id, handler.epoch), None)
         handler.num_offers += 1
@@ -216,12 +221,12 @@ class DecodeWorker(SimulatedWorker):
         terms = transfer_pb2.DestinationTerms(session_id=handler.session_id, epoch=handler.epoch)
         handler.request.send(decode_pb2.DecodeEvent(destination=terms))
 
-    def _landed(self, handler: _DecodeHandler) -> None:
+    def _landed(self, handler: _SimulatedDecodeHandler) -> None:
         self.num_landed_bytes += handler.num_bytes
         handler.has_landed = True
         self._commit_if_complete(handler)
 
-    def _commit_if_complete(self, handler: _DecodeHandler) -> None:
+    def _commit_if_complete(self, handler: _SimulatedDecodeHandler) -> None:
         if (
             not handler.has_landed
             or handler.first_token_s is None
@@ -265,7 +270,7 @@ class DecodeWorker(SimulatedWorker):
             self._alarm.cancel()
         self._alarm = None if span is None else self.processor.call_at(span.ends_s, self._advance)
 
-    def _finish(self, handler: _DecodeHandler) -> None:
+    def _finish(self, handler: _SimulatedDecodeHandler) -> None:
         self._send_drawn(handler)
         row = handler.row
         now = self._loop.time()
@@ -285,7 +290,7 @@ class DecodeWorker(SimulatedWorker):
         self.processor.spend(self._third_s)
         del self._handlers[row.key]
 
-    def _send_drawn(self, handler: _DecodeHandler) -> None:
+    def _send_drawn(self, handler: _SimulatedDecodeHandler) -> None:
         count = self.pool.drawn(handler.row, self.processor.now())
         if count:
             self._send(
@@ -294,11 +299,11 @@ class DecodeWorker(SimulatedWorker):
             )
             handler.num_tokens += count
 
-    def _send(self, handler: _DecodeHandler, event: decode_pb2.DecodeEvent) -> None:
+    def _send(self, handler: _SimulatedDecodeHandler, event: decode_pb2.DecodeEvent) -> None:
         event.position = handler.num_tokens
         handler.request.send(event)
 
-    def _release(self, handler: _DecodeHandler) -> None:
+    def _release(self, handler: _SimulatedDecodeHandler) -> None:
         if self._handlers.pop(handler.row.key, None) is None:
             return
         self._num_open -= not handler.is_committed

@@ -16,12 +16,12 @@ from sim.cores import Machine
 from sim.costs import Costs
 from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
-from sim.links import Arrivals
+from sim.links import ArrivalTable
 from sim.prefill import PrefillWorker
 from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
 from sim.time import LoopClock, keep_all, run_virtually
-from sim.worker import ARCHITECTURE, Prompts, SimulatedWorker
+from sim.worker import ARCHITECTURE, SimulatedPrompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the end of the last request to the final checks
@@ -104,8 +104,8 @@ class Fleet:
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
         costs = config.costs
-        arrivals = Arrivals()
-        prompts = Prompts()
+        arrivals = ArrivalTable()
+        prompts = SimulatedPrompts()
         prefill, decode = (
             [f"{role}-{index}" for index in range(count)]
             for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode))

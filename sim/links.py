@@ -32,7 +32,7 @@ class Arrival:
     landed: Callable[[], None]
 
 
-Arrivals = dict[tuple[str, int], Arrival]
+ArrivalTable = dict[tuple[str, int], Arrival]
 """Expected prompts by session and epoch, as in destination terms."""
 
 

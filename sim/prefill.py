@@ -17,17 +17,17 @@ from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
-from prefill.prompts import Event, FirstToken, PrefillLimits, Started
+from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.errors import BatonError, DrainingError
 from sim.cores import Processor
 from sim.costs import Costs
-from sim.links import Arrivals, Interface, Sending
+from sim.links import ArrivalTable, Interface, Sending
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
 from sim.time import LoopClock
-from sim.worker import COMPATIBILITY, Prompts, SimulatedWorker
+from sim.worker import COMPATIBILITY, SimulatedPrompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every response
 _NO_TOKENS = torch.empty(0)
@@ -52,7 +52,7 @@ PrefillRequest = SimulatedRequest[prefill_pb2.PrefillInput, prefill_pb2.PrefillE
 
 
 @dataclass(eq=False)
-class _PrefillHandler:
+class _SimulatedPrefillHandler:
     """One request on this worker, to its end."""
 
     request: PrefillRequest
@@ -68,7 +68,12 @@ class PrefillWorker(SimulatedWorker):
     role = "prefill"
 
     def __init__(
-        self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, processor: Processor
+        self,
+        address: str,
+        costs: Costs,
+        arrivals: ArrivalTable,
+        prompts: SimulatedPrompts,
+        processor: Processor,
     ) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
@@ -120,7 +125,7 @@ class PrefillWorker(SimulatedWorker):
             ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0),
             batch_of_lengths,
         )
-        self._handlers: dict[int, _PrefillHandler] = {}
+        self._handlers: dict[int, _SimulatedPrefillHandler] = {}
         self._stage_free_s = [0.0] * mine.stages
         self._num_in_flight = 0
         return self._scheduler.cache.journal
@@ -168,7 +173,7 @@ class PrefillWorker(SimulatedWorker):
         call.on_message = received
 
     def _opened(self, request: PrefillRequest, message: prefill_pb2.PrefillInput) -> None:
-        handler = _PrefillHandler(request)
+        handler = _SimulatedPrefillHandler(request)
 
         def received(later: prefill_pb2.PrefillInput) -> None:
             match later.WhichOneof("input"):
@@ -181,7 +186,7 @@ class PrefillWorker(SimulatedWorker):
         request.on_input, request.on_gone = received, lambda: self._release(handler)
         self._submit(handler, message.open.request)
 
-    def _submit(self, handler: _PrefillHandler, message: types_pb2.EngineRequest) -> None:
+    def _submit(self, handler: _SimulatedPrefillHandler, message: types_pb2.EngineRequest) -> None:
         handler.num_tokens = len(message.prompt_token_ids)
         request = Request(
             message.request_id,
@@ -209,7 +214,7 @@ class PrefillWorker(SimulatedWorker):
         prompt = self._prompts.get(message.request_id)
         return () if prompt is None else prompt.page_names(self.costs.model.page_size)
 
-    def _happened(self, handler: _PrefillHandler, event: Event) -> None:
+    def _happened(self, handler: _SimulatedPrefillHandler, event: PrefillEntryEvent) -> None:
         match event:
             case Started():
                 handler.computed = event.num_cached
@@ -240,7 +245,7 @@ class PrefillWorker(SimulatedWorker):
                 self._release(handler)
 
     def _send_to(
-        self, handler: _PrefillHandler, destination: transfer_pb2.DestinationTerms
+        self, handler: _SimulatedPrefillHandler, destination: transfer_pb2.DestinationTerms
     ) -> None:
         """Send pages to a decode pool that has reserved, beginning with those already computed."""
         arrival = self._arrivals.get((destination.session_id, destination.epoch))
@@ -257,7 +262,7 @@ class PrefillWorker(SimulatedWorker):
         handler.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
         handler.transfer.release(num_bytes * handler.computed / handler.num_tokens)
 
-    def _release(self, handler: _PrefillHandler) -> None:
+    def _release(self, handler: _SimulatedPrefillHandler) -> None:
         if handler.transfer is not None:
             handler.transfer.cancel()
         if self._handlers.pop(handler.key, None) is not None:

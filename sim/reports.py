@@ -34,7 +34,9 @@ class Reports:
     async def follow(self, worker: Worker, facts: ModelLimits, interval_s: float) -> str:
         """Apply the reports of a worker. Implements `router.workers.watch.Follow`."""
         worker.index.forget(worker.address)  # the stream begins with a complete cache report
-        watch = _Watch(worker, facts, self._workers[worker.address], interval_s, self._latency_s)
+        watch = _ReportStream(
+            worker, facts, self._workers[worker.address], interval_s, self._latency_s
+        )
         try:
             watch.open(self._rng.random() * interval_s)
             return await watch.ended
@@ -42,7 +44,7 @@ class Reports:
             watch.close()
 
 
-class _Watch:
+class _ReportStream:
     """One stream of reports. `ended` gets the reason of its end."""
 
     def __init__(

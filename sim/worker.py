@@ -14,7 +14,7 @@ from sim.prompts import VOCAB_SIZE, SimulatedPrompt
 COMPATIBILITY = "simulated"
 ARCHITECTURE = "Simulated"
 
-Prompts = dict[str, SimulatedPrompt]
+SimulatedPrompts = dict[str, SimulatedPrompt]
 """Prompts of all active requests, by request id."""
 
 

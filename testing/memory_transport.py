@@ -42,7 +42,7 @@ class MemoryPeer:
         self.alive = True
 
 
-class _Message:
+class _MessageInFlight:
     """A message between `send` and its matched receive.
 
     `operation` is the sender's. A duplicate has its own `copy`.
@@ -110,9 +110,9 @@ class MemoryTransport:
         self.address = address
         self._network = network
         self._refusals = Refusals("memory transport")
-        self._matcher: MessageMatcher[_Message] = MessageMatcher(self._refusals)
-        self._inbox: deque[_Message] = deque()
-        self._delayed: list[tuple[Operation, _Message]] = []
+        self._matcher: MessageMatcher[_MessageInFlight] = MessageMatcher(self._refusals)
+        self._inbox: deque[_MessageInFlight] = deque()
+        self._delayed: list[tuple[Operation, _MessageInFlight]] = []
         self._sending: set[Operation] = set()
         self._ended: list[Operation] = []
         self._peers: dict[bytes, MemoryPeer] = {}
@@ -153,9 +153,11 @@ class MemoryTransport:
                 self._end(operation, OperationState.DONE)
             else:
                 self._sending.add(operation)
-                target.accept(_Message(self, operation, fault))
+                target.accept(_MessageInFlight(self, operation, fault))
                 if fault is Fault.DUPLICATE:
-                    target.accept(_Message(self, operation, Fault.NONE, bytes(operation.content)))
+                    target.accept(
+                        _MessageInFlight(self, operation, Fault.NONE, bytes(operation.content))
+                    )
         return operation
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
@@ -232,7 +234,7 @@ class MemoryTransport:
             self.peer_gone(address)
         self._network.remove(self.address)
 
-    def accept(self, message: _Message) -> None:
+    def accept(self, message: _MessageInFlight) -> None:
         """Add a message; called by the sending transport under the network's lock."""
         self._inbox.append(message)
         self.wake()
@@ -254,7 +256,7 @@ class MemoryTransport:
             self._end(operation, OperationState.FAILED, error)
         self.wake()
 
-    def _take(self, operation: Operation, message: _Message) -> None:
+    def _take(self, operation: Operation, message: _MessageInFlight) -> None:
         if message.operation.num_bytes != operation.num_bytes:
             self._discard([message])
             self._end(
@@ -269,7 +271,7 @@ class MemoryTransport:
         else:
             self._write(operation, message)
 
-    def _write(self, operation: Operation, message: _Message) -> None:
+    def _write(self, operation: Operation, message: _MessageInFlight) -> None:
         if message.copy is None and message.operation.state is not OperationState.PENDING:
             # The sender has closed its end, so its memory must not be read any more.
             self._end(
@@ -293,7 +295,7 @@ class MemoryTransport:
             self._sending.remove(operation)
             self._end(operation, OperationState.DONE)
 
-    def _discard(self, messages: list[_Message]) -> None:
+    def _discard(self, messages: list[_MessageInFlight]) -> None:
         for message in messages:
             if message.copy is None:
                 message.sender.sent(message.operation)

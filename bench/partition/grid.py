@@ -16,7 +16,7 @@ from baton.retry import NO_RETRY
 from baton.values import Query
 from bench.storm import leaks, truth
 from bench.storm.traffic import Shares, Traffic, make_questions, plan
-from bench.storm.verdict import Answer, Counts, Fate, stalls
+from bench.storm.verdict import Counts, Fate, ScoredTokens, stalls
 from tests.support.network.hosts import Network
 
 NUM_QUESTIONS = 12
@@ -108,7 +108,7 @@ class Grid:
     client: AsyncBatonClient
     cluster: LocalCluster
     questions: Sequence[Query]
-    truths: Sequence[Answer]
+    truths: Sequence[ScoredTokens]
     rate: float
     timeout_s: float
 

@@ -19,7 +19,7 @@ from bench.storm import leaks, truth
 from bench.storm.faults import Injector, SmallDisk, StormPlaces
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
-from bench.storm.verdict import Answer, Counts, Pace, recoveries
+from bench.storm.verdict import Counts, Pace, ScoredTokens, recoveries
 
 NUM_QUESTIONS = 16
 SETTLE_S = 60.0
@@ -74,7 +74,7 @@ class Storm:
     faults: list[StormFault] = field(default_factory=list)
     untried: frozenset[FaultKind] = frozenset()
     requests: list[Seen] = field(default_factory=list)
-    truths: Sequence[Answer] = ()
+    truths: Sequence[ScoredTokens] = ()
     start_s: float = 0.0
     end_s: float = 0.0
     held: leaks.StillHeld = leaks.UNKNOWN

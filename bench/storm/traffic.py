@@ -48,7 +48,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Coming:
+class PlannedRequest:
     """A request that is to arrive; `patience_s` is when an aborting client leaves."""
 
     at_s: float
@@ -62,7 +62,7 @@ class Seen:
     """What a client saw of its request; times are those of `time.monotonic`. `error` is the reason
     of what ended it, None where it finished or its client left."""
 
-    coming: Coming
+    coming: PlannedRequest
     sent_s: float = 0.0
     ended_s: float | None = None
     message_s: list[float] = field(default_factory=list)
@@ -107,11 +107,11 @@ def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
 
 def plan(
     seconds: float, rate: float, num_questions: int, shares: Shares, *, seed: int
-) -> list[Coming]:
+) -> list[PlannedRequest]:
     """Evenly spaced, so that what clients get changes with faults and not with arrivals."""
     rng = random.Random(seed)
     return [
-        Coming(index / rate, rng.randrange(num_questions), shares.draw(rng), rng.random())
+        PlannedRequest(index / rate, rng.randrange(num_questions), shares.draw(rng), rng.random())
         for index in range(int(seconds * rate))
     ]
 
@@ -161,13 +161,13 @@ class Traffic:
         self._timeout_s = timeout_s
         self.seen: list[Seen] = []
 
-    async def run(self, planned: Sequence[Coming], start_s: float) -> None:
+    async def run(self, planned: Sequence[PlannedRequest], start_s: float) -> None:
         """Returns when all have ended."""
         await asyncio.gather(
             *(self._one(index, coming, start_s) for index, coming in enumerate(planned))
         )
 
-    async def _one(self, index: int, coming: Coming, start_s: float) -> None:
+    async def _one(self, index: int, coming: PlannedRequest, start_s: float) -> None:
         await asyncio.sleep(max(start_s + coming.at_s - time.monotonic(), 0.0))
         seen = Seen(coming, sent_s=time.monotonic())
         self.seen.append(seen)
@@ -183,7 +183,7 @@ class Traffic:
             seen.error, seen.text = error.reason, str(error)
         seen.ended_s = time.monotonic()
 
-    def _query(self, index: int, coming: Coming) -> Query:
+    def _query(self, index: int, coming: PlannedRequest) -> Query:
         query = replace(self._questions[coming.question], request_id=f"storm-{index}")
         match coming.manner:
             case Manner.UNREAD:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from bench.storm.schedule import StormFault
 from bench.storm.traffic import Manner, Seen
 
-Answer = Sequence[tuple[int, float]]  # token id, logprob as the wire has it
+ScoredTokens = Sequence[tuple[int, float]]  # token id, logprob as the wire has it
 
 # A client that is refused so knows that nothing was served, and that it may come again.
 REFUSALS = frozenset({"UNAVAILABLE", "DRAINING", "OUT_OF_CAPACITY"})
@@ -29,7 +29,7 @@ class Fate(StrEnum):
     HUNG = "hung"
 
 
-def fate(seen: Seen, truth: Answer) -> Fate:
+def fate(seen: Seen, truth: ScoredTokens) -> Fate:
     """Of a patient client's request."""
     if not is_prefix(seen.tokens, truth):
         return Fate.WRONG
@@ -42,7 +42,7 @@ def fate(seen: Seen, truth: Answer) -> Fate:
     return Fate.REFUSED if seen.error in REFUSALS and not seen.tokens else Fate.LOST
 
 
-def is_prefix(tokens: Answer, truth: Answer) -> bool:
+def is_prefix(tokens: ScoredTokens, truth: ScoredTokens) -> bool:
     return list(tokens) == list(truth[: len(tokens)])
 
 
@@ -58,7 +58,7 @@ class Counts:
     hostile: Counter[str]
 
     @classmethod
-    def of(cls, requests: Sequence[Seen], truths: Sequence[Answer]) -> "Counts":
+    def of(cls, requests: Sequence[Seen], truths: Sequence[ScoredTokens]) -> "Counts":
         """`truths` by question."""
         patient = [
             (seen, fate(seen, truths[seen.coming.question]))

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Snapshot(NamedTuple):
+class StateSnapshot(NamedTuple):
     """A copy of the recurrent state after the first `num_tokens` tokens, into slot `slot_id`.
 
     `num_tokens` is a multiple of the model's chunk grid.
@@ -23,7 +23,7 @@ class StateRow(NamedTuple):
     """
 
     resumed_slot: int = 0
-    snapshots: tuple[Snapshot, ...] = ()
+    snapshots: tuple[StateSnapshot, ...] = ()
 
 
 NO_STATES = StateRow()

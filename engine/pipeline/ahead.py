@@ -17,7 +17,7 @@ import torch
 
 from engine.core.batch import ForwardBatch
 from engine.core.rows import NOT_DRAWN
-from engine.pipeline.ranks import Step
+from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepResult, StepResults
 from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.stages import Pipeline
@@ -47,7 +47,7 @@ class AheadStage:
         self._thread = threading.Thread(target=self._run, name=STEPS_THREAD, daemon=True)
         self._thread.start()
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: RankBatches) -> None:
         """Plan the step while the previous one may compute, and queue it."""
         (batch,) = step
         if batch is None:

@@ -48,11 +48,11 @@ _SHARE_OF_STEP = 0.75
 
 
 _Outgoing = tuple[Sequence[int], memoryview]  # ranks of the pool, and the bytes for them
-_Coming = tuple[int, memoryview]  # a rank of the pool, and the place for its bytes
-Step = tuple[ForwardBatch | None, ...]  # the batch of each data rank
+_Incoming = tuple[int, memoryview]  # a rank of the pool, and the place for its bytes
+RankBatches = tuple[ForwardBatch | None, ...]  # the batch of each data rank
 
 
-def plan_step(own: Sequence[ForwardBatch | None]) -> Step:
+def plan_step(own: Sequence[ForwardBatch | None]) -> RankBatches:
     """Return the batches that the data ranks run in one step, given the batch of each.
 
         a batch           itself; a PREBUILT one takes part in others' forwards once, with its
@@ -167,7 +167,7 @@ class StageRanks:
         if self._parts is not None:
             self._parts.abandon()
 
-    def lead(self, sequence: int, step: Step) -> None:
+    def lead(self, sequence: int, step: RankBatches) -> None:
         """Send each other rank of the leader's stage the batch of its data rank.
 
         Raises:
@@ -267,7 +267,7 @@ class StageRanks:
         own = shares[members.index(self.own.rank)]
         parts = [own if rank == self.own.rank else torch.empty_like(own) for rank in members]
         outgoing = list[_Outgoing]()
-        coming = list[_Coming]()
+        coming = list[_Incoming]()
         for rank, share, part in zip(members, shares, parts, strict=True):
             if rank != self.own.rank:
                 outgoing.append(([self._first + rank], _bytes_of(share)))
@@ -282,7 +282,7 @@ class StageRanks:
         number = self._begin(first_number)
         shares = torch.split(rows, list(counts))
         others = list[int]()
-        coming = list[_Coming]()
+        coming = list[_Incoming]()
         for rank, share in zip(members, shares, strict=True):
             if rank != self.own.rank:
                 others.append(self._first + rank)
@@ -367,7 +367,7 @@ class StageRanks:
         memory = _bytes_of(result)
         row_bytes = own.itemsize * math.prod(own.shape[1:])
         end = 0
-        coming = list[_Coming]()
+        coming = list[_Incoming]()
         for rank, count in zip(members, counts, strict=True):
             start = end
             end = end + count * row_bytes
@@ -389,7 +389,9 @@ class StageRanks:
         self._open.add(number)
         return number
 
-    def _move(self, outgoing: Sequence[_Outgoing], coming: Sequence[_Coming], number: int) -> None:
+    def _move(
+        self, outgoing: Sequence[_Outgoing], coming: Sequence[_Incoming], number: int
+    ) -> None:
         """Send bytes to ranks and receive those of others into their places, piece by piece."""
         assert self._parts is not None, "checked before"
         at_once = self._parts.max_bytes

@@ -9,7 +9,7 @@ from engine.core.draft_trees import Verified
 from engine.core.request import DrawnToken
 from engine.pipeline import records
 from engine.pipeline.channel import PacketKind, StageChannel
-from engine.pipeline.ranks import StageRanks, Step
+from engine.pipeline.ranks import RankBatches, StageRanks
 from engine.pipeline.records import StageResult
 from engine.sampling.sampler import Scores
 from runtime.errors import BatonError, IntegrityError, InternalError
@@ -50,10 +50,10 @@ class ResultCollector:
             for data_rank in range(own.data_size)
         ]
         self._channel = channel
-        self._due: deque[tuple[int, Step]] = deque()  # steps by sequence number
+        self._due: deque[tuple[int, RankBatches]] = deque()  # steps by sequence number
         self._came: dict[int, StepResult] = {}  # results of the oldest step, by data rank
 
-    def launched(self, sequence: int, step: Step) -> None:
+    def launched(self, sequence: int, step: RankBatches) -> None:
         self._due.append((sequence, step))
 
     def of_this_process(self, result: StepResult) -> None:

@@ -24,7 +24,7 @@ from engine.core.draft_trees import NO_TREE, SpecInfo, Verified
 from engine.core.time_limits import FrameLimit
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
-from engine.pipeline.ranks import BROKEN_POOL, StageRanks, Step
+from engine.pipeline.ranks import BROKEN_POOL, RankBatches, StageRanks
 from engine.pipeline.records import StageInput, StageResult
 from engine.pipeline.results import (
     ResultCollector,
@@ -58,7 +58,7 @@ class Pipeline(Protocol):
         """Return whether `launch` only queues steps, which another thread computes one by one."""
         ...
 
-    def launch(self, step: Step) -> None: ...
+    def launch(self, step: RankBatches) -> None: ...
 
     def collect(self, timeout_s: float) -> StepResults | None:
         """Return the results of the oldest launched step.
@@ -133,7 +133,7 @@ class SingleStage:
         self._results = ResultCollector(self._ranks, channel, last_stage=0)
         self._sequence = first_sequence()
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: RankBatches) -> None:
         self._sequence += 1
         self._ranks.lead(self._sequence, step)
         self._results.launched(self._sequence, step)
@@ -190,7 +190,7 @@ class HeadStage:
         self._launched_s: deque[float] = deque()
         self._sequence = first_sequence()
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: RankBatches) -> None:
         self._sequence += 1
         self._launched_s.append(time.monotonic())
         self._ranks.lead(self._sequence, step)

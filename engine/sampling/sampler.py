@@ -34,7 +34,7 @@ from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 
 Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Scores = tuple[DrawnToken, ...]
 
@@ -69,12 +69,12 @@ class TokenCounts:
         np.add.at(self._counts, np.fromiter(token_ids, np.int64), 1)
 
     @property
-    def seen(self) -> Ids:
+    def seen(self) -> TokenIds:
         """Return the tokens of prompt and output, [n] ascending."""
         return np.flatnonzero(self._in_prompt | (self._counts > 0)).astype(np.int64)
 
     @property
-    def output(self) -> tuple[Ids, Ids]:
+    def output(self) -> tuple[TokenIds, TokenIds]:
         """Return the tokens of the output, [n] ascending, and their counts, [n]."""
         ids = np.flatnonzero(self._counts).astype(np.int64)
         return ids, self._counts[ids].astype(np.int64)
@@ -119,13 +119,13 @@ def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None
     return result
 
 
-def largest(values: Floats, count: int) -> Ids:
+def largest(values: Floats, count: int) -> TokenIds:
     """Return the ids of the `count` largest values, largest first; equal values by id."""
     ids = _highest(values, count)
     return ids[np.argsort(-values[ids], kind="stable")]
 
 
-def _highest(values: Floats, count: int) -> Ids:
+def _highest(values: Floats, count: int) -> TokenIds:
     """Return the ids of the `count` largest values, ascending; of equal values, the lower ids.
 
     It selects by a threshold and does not sort.

@@ -67,7 +67,7 @@ class PartSource(WeightSource, Protocol):
         ...
 
 
-class _Staging:
+class _PackingMemory:
     """Reused memory for matrices that are read before they are packed, one after another.
 
     Separate memory for each matrix would be allocated and freed in pieces that the allocator keeps.
@@ -96,7 +96,7 @@ class Weights:
         dtype: torch.dtype,
         numerics: Numerics,
         device: torch.device = HOST,
-        staging: _Staging | None = None,
+        staging: _PackingMemory | None = None,
         parts: PartSource | None = None,
         ranks: Ranks | None = None,
         in_bytes: bool = False,
@@ -113,7 +113,7 @@ class Weights:
         self._prefix = prefix
         self._dtype = dtype
         self._numerics = numerics
-        self._staging = staging or _Staging()
+        self._staging = staging or _PackingMemory()
         self.device = device
         self.in_bytes = in_bytes
 

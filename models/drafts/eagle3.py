@@ -69,7 +69,7 @@ class Eagle3:
         self._input_norm = norm.build(layer, "input_layernorm", hidden)
         self._hidden_norm = norm.build(layer, "hidden_norm", hidden)
         self._post_norm = norm.build(layer, "post_attention_layernorm", hidden)
-        self._attention = _Attention(spec=self._spec, weights=layer.at("self_attn"))
+        self._attention = _Eagle3Attention(spec=self._spec, weights=layer.at("self_attn"))
         self._mlp = read_mlp(raw).build(layer.at("mlp"))
         self._norm = norm.build(weights, "norm", hidden)
         self._head = weights.linear("lm_head", rows=(self._vocab_size,), in_features=hidden)
@@ -124,7 +124,7 @@ class Eagle3:
         return token_ids if self._offsets is None else token_ids + self._offsets[token_ids]
 
 
-class _Attention:
+class _Eagle3Attention:
     """Grouped-query attention whose input is twice as wide as its output."""
 
     def __init__(self, *, spec: AttentionSpec, weights: Weights) -> None:

@@ -168,7 +168,7 @@ class DraftDescription:
 
 
 @dataclass(frozen=True)
-class _Family:
+class _DraftArchitecture:
     """The functions that read and build the drafts of one architecture.
 
     `own_name` converts a file's name of a tensor to the draft's. It returns None if the tensor does
@@ -202,15 +202,15 @@ def _no_layers(*, files: DraftFiles) -> Sequence[DraftModel]:
     raise InternalError(f"{architecture_of(files.raw)} has no cache of its own")
 
 
-_EAGLE1 = _Family(eagle1.build, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
-_EAGLE3 = _Family(eagle3.build, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
-_MTP = _Family(
+_EAGLE1 = _DraftArchitecture(eagle1.build, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
+_EAGLE3 = _DraftArchitecture(eagle3.build, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
+_MTP = _DraftArchitecture(
     qwen3_5_mtp.build, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, qwen3_5_mtp.own_name
 )
-_NEXTN = _Family(
+_NEXTN = _DraftArchitecture(
     nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name, nextn.num_shared_keys
 )
-_FROZEN = _Family(
+_FROZEN = _DraftArchitecture(
     _no_layers,
     gemma4_assistant.capture_layers,
     gemma4_assistant.cache_specs,
@@ -269,7 +269,7 @@ def _describe(
     return description
 
 
-def _family(raw: RawConfig) -> _Family:
+def _family(raw: RawConfig) -> _DraftArchitecture:
     architecture = architecture_of(raw)
     if architecture not in _FAMILIES:
         raise ConfigError(

@@ -7,7 +7,7 @@ request:
     1  `transfer.agent`: the agent's thread calls `SessionReports.report`, its port
     2  `report` hands it to the event loop's thread
     3  `deliver` finds the session; a report of another stage enters here, from its Join stream
-    4  `Session.on_stage_event` combines the reports of the stages
+    4  `TransferSession.on_stage_event` combines the reports of the stages
     5  `on_change` puts `SessionChanged` into the request's inbox, and `drained` wakes the reclaimer
 """
 
@@ -36,14 +36,14 @@ from transfer.session import ReceiveSession, SendSession
 # Seconds for a stage that must first load its tokenizer; it limits compilation itself.
 GRAMMAR_TIMEOUT_S = 75.0
 
-Session = ReceiveSession | SendSession
+TransferSession = ReceiveSession | SendSession
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _OpenSession:
     """One epoch of an open session, with the listener to its changes and its drain event."""
 
-    session: Session
+    session: TransferSession
     on_change: Callable[[], object]
     members: Sequence[int] | None  # processes that take part, in the order of the terms; None: all
     drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,7 +59,7 @@ class SessionReports:
         self._loop = loop
         # Keyed by session and epoch: a source may open a session again while its older epoch still
         # drains here.
-        self._watched: dict[tuple[str, int], _Watched] = {}
+        self._watched: dict[tuple[str, int], _OpenSession] = {}
 
     @property
     def num_watched(self) -> int:
@@ -95,7 +95,7 @@ class SessionReports:
 
     def watch(
         self,
-        session: Session,
+        session: TransferSession,
         on_change: Callable[[], object],
         members: Sequence[int] | None = None,
     ) -> None:
@@ -104,9 +104,9 @@ class SessionReports:
         `on_change` is called after each report. `members` are the processes that take part, if not
         all.
         """
-        self._watched[session.session_id, session.epoch] = _Watched(session, on_change, members)
+        self._watched[session.session_id, session.epoch] = _OpenSession(session, on_change, members)
 
-    def drained(self, session: Session) -> asyncio.Event:
+    def drained(self, session: TransferSession) -> asyncio.Event:
         """Return an event that is set when every stage has drained the session's current epoch."""
         watched = self._watched.get((session.session_id, session.epoch))
         event = asyncio.Event() if watched is None else watched.drained
@@ -118,7 +118,7 @@ class SessionReports:
         """Stop watching this epoch of the session."""
         self._watched.pop((session_id, epoch), None)
 
-    def forget_older(self, session: Session) -> None:
+    def forget_older(self, session: TransferSession) -> None:
         """Stop watching all earlier epochs of the session."""
         for session_id, epoch in list(self._watched):
             if session_id == session.session_id and epoch < session.epoch:

@@ -26,7 +26,7 @@ import grpc
 from google.protobuf.message import Message
 
 from engine.core.layer_range import LayerRange, Placement
-from models.weights_digest import StageWeights, check_copies
+from models.weights_digest import StageDigests, check_copies
 from pool.pipeline.forming import FormingAnswers, forming_to_proto, new_forming
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
@@ -43,8 +43,8 @@ from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 from transfer.transport.forming import Forming
 
-Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
-Call = grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]
+JoinContext = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
+JoinCall = grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536  # commands of the leader for one stage
 EVENT_LIMIT = 65536  # reports of a follower
@@ -66,7 +66,7 @@ class StageLink:
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
-    weights: StageWeights
+    weights: StageDigests
     window: asyncio.Queue[pb.JoinResponse | None] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT)
     )
@@ -133,7 +133,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         incarnation: str,
         tensor_size: int = 1,
         data_size: int = 1,
-        weights: StageWeights | None = None,
+        weights: StageDigests | None = None,
         observer: MembershipObserver,
         check_channels: Callable[[Sequence[bytes]], object],
     ) -> None:
@@ -166,7 +166,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return [rank for rank in range(1, len(self._layers)) if rank not in self._links]
 
     async def Join(
-        self, request_iterator: AsyncIterator[pb.JoinRequest], context: Context
+        self, request_iterator: AsyncIterator[pb.JoinRequest], context: JoinContext
     ) -> AsyncIterator[pb.JoinResponse]:
         link = self._welcome(await first_message(request_iterator, HELLO_TIMEOUT_S))
         handler = asyncio.current_task()
@@ -245,7 +245,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             self._form()
         return link
 
-    def _check_alike(self, rank: int, weights: StageWeights) -> None:
+    def _check_alike(self, rank: int, weights: StageDigests) -> None:
         """Check that the ranks of a stage have read the same weights, byte for byte.
 
         Raises:
@@ -297,13 +297,13 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             self._observer.stage_lost(link.rank)
 
 
-def weights_to_proto(weights: StageWeights) -> pb.StageWeights:
+def weights_to_proto(weights: StageDigests) -> pb.StageWeights:
     return pb.StageWeights(
         total=weights.total, copies=weights.copies, draft_total=weights.draft_total
     )
 
 
-def weights_from_proto(message: pb.StageWeights) -> StageWeights:
+def weights_from_proto(message: pb.StageWeights) -> StageDigests:
     """Return the digests of a message.
 
     Raises:
@@ -317,7 +317,7 @@ def weights_from_proto(message: pb.StageWeights) -> StageWeights:
             raise InvalidRequestError(
                 FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits")
             )
-    return StageWeights(message.total, dict(message.copies), message.draft_total)
+    return StageDigests(message.total, dict(message.copies), message.draft_total)
 
 
 class JoinStream:
@@ -326,7 +326,7 @@ class JoinStream:
     Use it as an async context manager: leaving the block ends the call.
     """
 
-    def __init__(self, call: Call, hello: pb.StageHello) -> None:
+    def __init__(self, call: JoinCall, hello: pb.StageHello) -> None:
         self._call = call
         self._hello = hello
         self._outbox: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)

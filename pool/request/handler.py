@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from engine.core.request import Request
 from engine.loop import EngineLoop
 from pool.pipeline.grammars import GrammarCheck
-from pool.pipeline.group import Session, SessionReports
+from pool.pipeline.group import SessionReports, TransferSession
 from pool.pipeline.leader import Leader
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.stage.metrics import LeaderMeters
@@ -141,7 +141,7 @@ class MemoryReclaimer:
         release: Callable[[], None],
         *,
         close: Callable[[], None] | None = None,
-        session: Session | None = None,
+        session: TransferSession | None = None,
     ) -> None:
         """Close a request's session on every stage and release its memory after it has drained.
 

@@ -164,7 +164,7 @@ class RequestKind(Generic[InputT, EventT]):
 
 
 @dataclass(eq=False)
-class _Request(Generic[InputT, EventT]):
+class _OpenRequest(Generic[InputT, EventT]):
     """One request in progress. `violation` is an error of its router from before its task began."""
 
     inbox: Inbox[InputT, Any]
@@ -205,7 +205,7 @@ class RouterCall(Generic[InputT, EventT]):
         self._num_admitted = 0
         self._expired = expired
         self._queue: SendQueue[EventT] = SendQueue(MessageLimits(MAX_EVENTS, MAX_TOKENS))
-        self._requests: dict[int, _Request[InputT, EventT]] = {}
+        self._requests: dict[int, _OpenRequest[InputT, EventT]] = {}
         # Requests that are over but whose end was not sent yet.
         self._ends: dict[int, OpenCall] = {}
         self._last_key = 0
@@ -275,7 +275,7 @@ class RouterCall(Generic[InputT, EventT]):
                 )
             )
         self._last_key = item.key
-        request = self._requests[item.key] = _Request[InputT, EventT](
+        request = self._requests[item.key] = _OpenRequest[InputT, EventT](
             Inbox(self._expired), EventSender(self._queue, item.key)
         )
         # The task gets an empty context, so that it does not inherit the ids and span of the call's
@@ -284,7 +284,7 @@ class RouterCall(Generic[InputT, EventT]):
             self._serve(item, request), context=Context()
         )
 
-    def _give_up(self, key: int, request: "_Request[InputT, EventT] | None") -> None:
+    def _give_up(self, key: int, request: "_OpenRequest[InputT, EventT] | None") -> None:
         """Cancel a request for the router."""
         self._queue.drop(key)
         if request is None:
@@ -298,7 +298,7 @@ class RouterCall(Generic[InputT, EventT]):
         if request.call is None:  # its task never began, so it cannot clean up
             self._forget(key)
 
-    async def _serve(self, item: InputT, request: "_Request[InputT, EventT]") -> None:
+    async def _serve(self, item: InputT, request: "_OpenRequest[InputT, EventT]") -> None:
         call = request.call = self._calls.begin(self._kind.method)
         ended = types_pb2.RequestEnded()
 
@@ -326,7 +326,7 @@ class RouterCall(Generic[InputT, EventT]):
             self._forget(item.key)
 
     async def _placed(
-        self, item: InputT, request: "_Request[InputT, EventT]", call: OpenCall
+        self, item: InputT, request: "_OpenRequest[InputT, EventT]", call: OpenCall
     ) -> None:
         if request.violation is not None:
             raise InvalidRequestError(request.violation)

@@ -68,7 +68,7 @@ class ReportingScheduler(Protocol):
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class _SchedulerSnapshot:
     load: SchedulerLoad
     occupancy: PoolOccupancy
     taken_s: float
@@ -104,8 +104,10 @@ class LoadBoard:
             oldest_s += self._clock.now() - latest.taken_s
         return replace(latest.occupancy, oldest_s=oldest_s)
 
-    def _take(self) -> _Snapshot:
-        return _Snapshot(self._scheduler.load(), self._scheduler.occupancy(), self._clock.now())
+    def _take(self) -> _SchedulerSnapshot:
+        return _SchedulerSnapshot(
+            self._scheduler.load(), self._scheduler.occupancy(), self._clock.now()
+        )
 
 
 @dataclass(frozen=True)

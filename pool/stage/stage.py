@@ -17,7 +17,7 @@ from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stage_executor import LayerObserver, StageExecutor
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING
-from models.weights_digest import StageWeights, WeightsDigest
+from models.weights_digest import StageDigests, WeightsDigest
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
@@ -54,7 +54,7 @@ class Stage:
     counts: StageCounts = field(default_factory=StageCounts)
     grammars: Grammars | None = None  # on the ranks that sample
     device: torch.device = HOST
-    weights: StageWeights = field(default_factory=StageWeights)
+    weights: StageDigests = field(default_factory=StageDigests)
     # Digests of tensors that later stages may copy, by name.
     counted: Mapping[str, str] = field(default_factory=dict)
 
@@ -145,14 +145,14 @@ def build_stage(
 
 def _stage_weights(
     digest: WeightsDigest, draft_digest: WeightsDigest, *, is_first: bool
-) -> StageWeights:
+) -> StageDigests:
     """Return the digests of the stage's weights.
 
     The embedding counts on the stage that looks tokens up. It is a copy on a stage that uses it as
     a head or for a draft model.
     """
     copies = () if is_first else COPIED
-    return StageWeights(digest.total(without=copies), digest.of(copies), draft_digest.total())
+    return StageDigests(digest.total(without=copies), digest.of(copies), draft_digest.total())
 
 
 def _load_layers(

@@ -59,7 +59,7 @@ class RequestCounts:
 
 
 @dataclass
-class _Rates:
+class _StreamCounters:
     """Counters at the last report of one stream."""
 
     counts: RequestCounts
@@ -101,7 +101,7 @@ class OpenRcaService(orca_service_pb2_grpc.OpenRcaServiceServicer):
         self, request: orca_service_pb2.OrcaLoadReportRequest, context: Context
     ) -> AsyncIterator[orca_load_report_pb2.OrcaLoadReport]:
         wanted_s = request.report_interval.ToNanoseconds() / 1e9
-        rates = _Rates(self._counts)
+        rates = _StreamCounters(self._counts)
         while True:
             report = _report(self._load())
             rates.fill_in(report)

@@ -50,7 +50,7 @@ class AdmissionLimits:
 
 
 @dataclass
-class _Held:
+class _QueuedRequest:
     """A queued request, and the future that its task awaits.
 
     `num_held` maps the address of a prefill worker to the number of prompt tokens cached there, as
@@ -89,7 +89,7 @@ class Admission:
         self._service_model = service_model
         self._clock = service_model.clock
         self._scoring = ScoringPlaces(self._num_prefill_places, limits.max_wait_s)
-        self._line: WaitingLine[_Held] = WaitingLine(
+        self._line: WaitingLine[_QueuedRequest] = WaitingLine(
             WaitingLimits(limits.max_waiting, limits.max_wait_s), service_model
         )
         self._entered = asyncio.Event()  # set when a request is queued
@@ -214,7 +214,7 @@ class Admission:
             if pair is None:
                 self._abandon(waiter)
 
-    def _abandon(self, waiter: Waiter[_Held]) -> None:
+    def _abandon(self, waiter: Waiter[_QueuedRequest]) -> None:
         self._line.leave(waiter)
         # If it was placed just as it gave up, nothing else would release the pair.
         placed = waiter.item.placed
@@ -270,8 +270,8 @@ class Admission:
             request.client,
         )
 
-    def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_Held]:
-        held = _Held(request, asyncio.get_running_loop().create_future())
+    def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_QueuedRequest]:
+        held = _QueuedRequest(request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(
             demand, held, self._rates(request.prompt.num_tokens), self._clock.now()
         )
@@ -424,7 +424,7 @@ class Admission:
             self._line.passes(waiter)
             self._place(waiter, pair)
 
-    def _looked(self, held: _Held) -> _Held:
+    def _looked(self, held: _QueuedRequest) -> _QueuedRequest:
         """Refresh which workers have the prompt cached, at most once per `LOOK_S`."""
         now_s = self._clock.now()
         if now_s - held.looked_s >= LOOK_S:
@@ -433,7 +433,7 @@ class Admission:
             held.looked_s = now_s
         return held
 
-    def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
+    def _place(self, waiter: Waiter[_QueuedRequest], pair: WorkerPair) -> None:
         self._line.served(waiter)
         if waiter.item.placed.done():  # cancelled, but its task has not run since
             pair.release()
@@ -458,7 +458,7 @@ class Admission:
                 self._metrics.dropped.labels(Cause.WORKERS).inc()
                 self._fail(waiter, self._no_compatible_workers())
 
-    def _drop_if_hopeless(self, waiter: Waiter[_Held], rates: Rates) -> bool:
+    def _drop_if_hopeless(self, waiter: Waiter[_QueuedRequest], rates: Rates) -> bool:
         """Fail the waiter if it cannot meet its limits; return whether it did."""
         refusal = self._line.drop_if_hopeless(waiter, rates, self._clock.now())
         if refusal is not None:
@@ -473,6 +473,6 @@ class Admission:
             )
 
     @staticmethod
-    def _fail(waiter: Waiter[_Held], error: BatonError) -> None:
+    def _fail(waiter: Waiter[_QueuedRequest], error: BatonError) -> None:
         if not waiter.item.placed.done():
             waiter.item.placed.set_exception(error)

@@ -48,13 +48,13 @@ from router.request.streams import DecodeStream, PrefillStream
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import (
     Ended,
-    Event,
     FlowInbox,
     FlowLimits,
     FlowParts,
     Over,
     Overdue,
     Received,
+    StreamEvent,
     task_group,
 )
 from router.workers.directory import Directory, WorkerPair
@@ -262,7 +262,7 @@ class RequestFlow:
             event.stream.close()
             self._inbox.post(Ended(event.stream, lost="it sent more than could be handled"))
 
-    async def _handle(self, event: Event) -> None:
+    async def _handle(self, event: StreamEvent) -> None:
         match event:
             case Received():
                 self._handle_now(event)

@@ -69,7 +69,7 @@ class Overdue:
     """A reply that was due has not arrived."""
 
 
-Event = Received | Ended | Over | Overdue
+StreamEvent = Received | Ended | Over | Overdue
 
 
 class WorkerStream(Generic[InputT, EventT]):
@@ -137,7 +137,7 @@ class FlowInbox:
     """
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
+        self._events: deque[StreamEvent] = deque()
         self._reader: asyncio.Future[None] | None = None  # resolved by the next event
 
     @property
@@ -145,7 +145,7 @@ class FlowInbox:
         """Return whether the task waits and no event is queued."""
         return self._reader is not None and not self._reader.done() and not self._events
 
-    def post(self, event: Event) -> bool:
+    def post(self, event: StreamEvent) -> bool:
         """Queue an event without waiting; return False if a worker has too many queued."""
         if len(self._events) >= MAX_UNHANDLED and isinstance(event, Received):
             return False
@@ -154,7 +154,7 @@ class FlowInbox:
             self._reader.set_result(None)
         return True
 
-    async def get(self) -> Event:
+    async def get(self) -> StreamEvent:
         while not self._events:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader

@@ -10,7 +10,7 @@ from typing import Any
 # characters.
 MESSAGE_CHARACTERS = 16
 
-Turn = Mapping[str, Any]
+MessageFields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Chat:
     continues the last turn instead of starting a new one.
     """
 
-    messages: tuple[Turn, ...]
+    messages: tuple[MessageFields, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False

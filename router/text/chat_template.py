@@ -20,7 +20,7 @@ from jinja2.nodes import Const, Node, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.chat import Chat, Turn, as_parts, text_parts
+from router.text.chat import Chat, MessageFields, as_parts, text_parts
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
 DEFAULT = "default"
@@ -111,7 +111,7 @@ class ChatTemplate:
 
     def _render(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[MessageFields],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
         *,
@@ -128,7 +128,7 @@ class ChatTemplate:
             }
         )
 
-    def _normal(self, turn: Turn) -> dict[str, Any]:
+    def _normal(self, turn: MessageFields) -> dict[str, Any]:
         """Return a turn without null fields, with reasoning and content in the template's form."""
         normal = {name: value for name, value in turn.items() if value is not None}
         reasoning = next((normal[name] for name in _REASONING_NAMES if name in normal), None)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-_Step = Callable[[str], str | bytes]
+_Decoding = Callable[[str], str | bytes]
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -50,7 +50,7 @@ class TextStart:
 class Spelling:
     """Rule by which a decoder writes one token and begins a text (`TextStart`)."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_Decoding, ...]
     character: bytes = b" "
     num_dropped: int | None = 0
 
@@ -127,7 +127,7 @@ def _spelling_of(decoders: Sequence[Mapping[str, Any]]) -> Spelling | None:
     return spelling
 
 
-def _steps_of(decoder: Mapping[str, Any]) -> tuple[_Step, ...] | None:
+def _steps_of(decoder: Mapping[str, Any]) -> tuple[_Decoding, ...] | None:
     """Return the effect of a decoder on a single token; None for unknown decoders."""
     match decoder:
         case {"type": "Metaspace", "replacement": bar}:
@@ -141,7 +141,7 @@ def _steps_of(decoder: Mapping[str, Any]) -> tuple[_Step, ...] | None:
     return None
 
 
-def _replacing(pattern: str, content: str) -> _Step:
+def _replacing(pattern: str, content: str) -> _Decoding:
     return lambda token: token.replace(pattern, content)
 
 

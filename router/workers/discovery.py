@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 DNS = "dns:///"
 KUBERNETES = "k8s:///"
 
-Found = Callable[[frozenset[str]], None]
+OnTargets = Callable[[frozenset[str]], None]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 # Error codes for a name without addresses; other codes mean that the lookup itself failed.
@@ -67,7 +67,7 @@ class DiscoveryOptions:
 class Source(Protocol):
     """Addresses of one target."""
 
-    async def run(self, found: Found) -> None:
+    async def run(self, found: OnTargets) -> None:
         """Call `found` with all addresses at first and at every change, until cancelled."""
         ...
 
@@ -115,7 +115,7 @@ class StaticSource:
 
     address: str
 
-    async def run(self, found: Found) -> None:
+    async def run(self, found: OnTargets) -> None:
         found(frozenset({self.address}))
 
 
@@ -127,7 +127,7 @@ class FileSource:
 
     path: Path
 
-    async def run(self, found: Found) -> None:
+    async def run(self, found: OnTargets) -> None:
         found(frozenset({await announced_address(self.path)}))
 
 
@@ -157,7 +157,7 @@ class DnsSource:
     resolve: Resolve = resolve
     keep_s: float = 30.0
 
-    async def run(self, found: Found) -> None:
+    async def run(self, found: OnTargets) -> None:
         known: frozenset[str] | None = None
         empty_until_s: float | None = None
         while True:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 from prometheus_client import Counter
 
-from router.workers.discovery import DiscoveryOptions, Found, ServiceTarget
+from router.workers.discovery import DiscoveryOptions, OnTargets, ServiceTarget
 from runtime.config import Address
 from runtime.errors import BatonError, UnavailableError
 
@@ -49,7 +49,7 @@ class EndpointSource:
     errors: Counter
     rng: random.Random
 
-    async def run(self, found: Found) -> None:
+    async def run(self, found: OnTargets) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -106,7 +106,7 @@ class EndpointSource:
         return slices, str(answer["metadata"]["resourceVersion"])
 
     async def _watch(
-        self, client: httpx2.AsyncClient, slices: Slices, version: str, found: Found
+        self, client: httpx2.AsyncClient, slices: Slices, version: str, found: OnTargets
     ) -> str:
         """Apply changes until the server ends the watch; return the version to continue from."""
         parameters = {

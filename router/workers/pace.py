@@ -170,7 +170,7 @@ class PromptsAhead:
 
 
 @dataclass
-class _Sample:
+class _DecayedSums:
     """Decayed sums over the responses of one load; `num_tokens` is not decayed."""
 
     tokens: float = 0.0
@@ -193,7 +193,7 @@ class DecodePace:
     """
 
     clock: Clock
-    _by_load: dict[int, _Sample] = field(default_factory=dict)
+    _by_load: dict[int, _DecayedSums] = field(default_factory=dict)
     _found: dict[int, tuple[float | None, float]] = field(default_factory=dict)  # (s, valid until)
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
@@ -202,7 +202,7 @@ class DecodePace:
         """
         if num_tokens < 1 or seconds <= 0:
             return
-        sample = self._by_load.setdefault(max(1, num_requests).bit_length(), _Sample())
+        sample = self._by_load.setdefault(max(1, num_requests).bit_length(), _DecayedSums())
         sample.add(num_tokens, seconds, self.clock.now())
         self._found.clear()
 
@@ -242,8 +242,8 @@ class AnswerPace:
     """
 
     clock: Clock
-    _answers: _Sample = field(default_factory=_Sample)
-    _landed: _Sample = field(default_factory=_Sample)
+    _answers: _DecayedSums = field(default_factory=_DecayedSums)
+    _landed: _DecayedSums = field(default_factory=_DecayedSums)
 
     def answered(self, seconds: float) -> None:
         """Record the duration of a response."""

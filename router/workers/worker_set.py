@@ -33,7 +33,7 @@ from router.workers.worker import Worker, WorkerRole
 logger = logging.getLogger(__name__)
 
 Make = Callable[[WorkerRole, str], Worker]
-Watch = Callable[[Worker], Coroutine[None, None, None]]
+WatchWorker = Callable[[Worker], Coroutine[None, None, None]]
 
 
 def open_source(
@@ -162,7 +162,7 @@ class WorkerSet:
     """
 
     def __init__(
-        self, sources: Mapping[WorkerRole, Sequence[Source]], make: Make, watch: Watch
+        self, sources: Mapping[WorkerRole, Sequence[Source]], make: Make, watch: WatchWorker
     ) -> None:
         self._sources = [(role, source) for role, several in sources.items() for source in several]
         self._make = make

@@ -45,7 +45,7 @@ EXPECTED_S = 30.0
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _CompilationQueue:
     """Queue of compilations with one time limit. Belongs to an event loop."""
 
     cpu_limit_s: float
@@ -93,8 +93,8 @@ class Grammars:
         self._verdicts = _Verdicts()
         self._processes: OrderedDict[Grammar, GrammarProcess] = OrderedDict()
         self._checks: dict[tuple[Grammar, str], asyncio.Task[None]] = {}  # by grammar and client
-        self._first = _Lane(FIRST_CPU_S, Turns(MAX_AT_ONCE, MAX_WAITING))
-        self._last = _Lane(LAST_CPU_S, Turns(MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING))
+        self._first = _CompilationQueue(FIRST_CPU_S, Turns(MAX_AT_ONCE, MAX_WAITING))
+        self._last = _CompilationQueue(LAST_CPU_S, Turns(MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING))
         self._allowances = Allowances(PER_CORE_S * num_cores())
         self._keys = itertools.count(1)
 
@@ -167,7 +167,9 @@ class Grammars:
             if self._computes_masks:
                 self._keep(grammar, process)
 
-    async def _compile(self, grammar: Grammar, lane: _Lane, client: str) -> GrammarProcess:
+    async def _compile(
+        self, grammar: Grammar, lane: _CompilationQueue, client: str
+    ) -> GrammarProcess:
         async with lane.turns.taken(client):
             process = GrammarProcess(
                 self._fork_server, grammar, lane.cpu_limit_s, stays=self._computes_masks

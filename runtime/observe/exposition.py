@@ -31,7 +31,7 @@ SCRAPE_SILENCE_S = 10.0
 ACCEPT_PAUSE_S = 0.1
 
 # Type in the base class; over TCP it is the socket.
-_Connection = socket.socket | tuple[bytes, socket.socket]
+_AcceptedSocket = socket.socket | tuple[bytes, socket.socket]
 
 
 def new_registry(*, role: str, version: str) -> CollectorRegistry:
@@ -53,7 +53,7 @@ class _Handler(WSGIRequestHandler):
         """Ignore the message: scrapes are not logged."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsServer(ThreadingMixIn, WSGIServer):
     """Server with one thread per connection, for at most `MAX_SCRAPES` connections.
 
     A further connection closes the oldest one, so that idle connections lock out no scraper.
@@ -64,7 +64,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
         self.address_family = family
-        self._open: OrderedDict[_Connection, None] = OrderedDict()
+        self._open: OrderedDict[_AcceptedSocket, None] = OrderedDict()
         self._open_lock = threading.Lock()
         super().__init__(address, _Handler)
 
@@ -80,24 +80,24 @@ class _Server(ThreadingMixIn, WSGIServer):
             time.sleep(ACCEPT_PAUSE_S)
             raise
 
-    def process_request(self, request: _Connection, client_address: object) -> None:
+    def process_request(self, request: _AcceptedSocket, client_address: object) -> None:
         with self._open_lock:
             if len(self._open) >= MAX_SCRAPES:
                 _cut(self._open.popitem(last=False)[0])
             self._open[request] = None
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: _Connection) -> None:
+    def shutdown_request(self, request: _AcceptedSocket) -> None:
         with self._open_lock:
             self._open.pop(request, None)
             super().shutdown_request(request)
 
-    def handle_error(self, request: _Connection, client_address: object) -> None:
+    def handle_error(self, request: _AcceptedSocket, client_address: object) -> None:
         """Log the failure of one connection: its client left, was silent or was cut off."""
         logger.debug("a scrape by %s failed", client_address, exc_info=True)
 
 
-def _cut(connection: _Connection) -> None:
+def _cut(connection: _AcceptedSocket) -> None:
     """Shut down a connection, which ends its thread."""
     assert isinstance(connection, socket.socket)
     try:
@@ -124,7 +124,7 @@ class Exposition:
             family, *_, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            server = _Server(family, (str(address[0]), port))
+            server = _MetricsServer(family, (str(address[0]), port))
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port"

@@ -96,7 +96,7 @@ def shown(value: object, limit: int = MAX_VALUE_CHARACTERS) -> str:
     return head if len(text) <= limit else f"{head}... ({len(text)} characters)"
 
 
-class _Context(logging.Filter):
+class _ContextFilter(logging.Filter):
     """Filter that adds role and ids to new records, so that formatters need no context."""
 
     def __init__(self, role: str) -> None:
@@ -256,7 +256,7 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
         )
     handler = logging.StreamHandler(stream)
     handler.addFilter(_RefusalLimit())
-    handler.addFilter(_Context(role))
+    handler.addFilter(_ContextFilter(role))
     handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else HumanFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 from tests.architecture.source import PRODUCT, ROOT, modules
 
@@ -11,17 +12,59 @@ SAME_THING = {
     "FinishReason": ("baton.values", "engine.core.request"),
     "TokenLogprobs": ("baton.values", "engine.core.request"),
 }
+ALIAS_NAME = re.compile(r"_*[A-Z]\w*[a-z]\w*")
+ALIAS_FORMS = (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)
 CASE_ID = re.compile(r"s[0-4]_[0-9]+")
 
 
 def test_no_class_name_stands_for_two_things() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
-    for name, tree in modules(*PRODUCT).items():
+    """Leading underscores do not tell names apart, and an alias is a name as a class is.
+
+    One alias in several modules is one thing if its definition is the same.
+    """
+    classes: dict[str, list[str]] = defaultdict(list)
+    aliases: dict[str, set[str]] = defaultdict(set)
+    for module, tree in modules(*PRODUCT).items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(name)
-    twice = {name: tuple(sorted(found)) for name, found in places.items() if len(found) > 1}
+                classes[node.name.lstrip("_")].append(module)
+        for name, definition in _aliases(tree):
+            aliases[name.lstrip("_")].add(definition)
+    twice = {name: tuple(sorted(found)) for name, found in classes.items() if len(found) > 1}
     assert twice == SAME_THING
+    assert {name: found for name, found in aliases.items() if len(found) > 1} == {}
+    assert aliases.keys() & classes.keys() == set()
+
+
+def test_aliases_of_every_form_are_found() -> None:
+    tree = ast.parse(
+        "Emit = Callable[[int], None]\n"
+        "_Event = Started | Failed\n"
+        "Place: TypeAlias = int\n"
+        "Later: typing.TypeAlias = 'Sooner'\n"
+        "Error = errors.BatonError\n"
+        "LIMIT = A | B\n"
+        "T = TypeVar('T')\n"
+        "number = table[0]\n"
+    )
+    assert [name for name, _ in _aliases(tree)] == ["Emit", "_Event", "Place", "Later", "Error"]
+
+
+def _aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the type aliases of a module as (name, definition), by their form or their case."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(name)], value=value):
+                if ALIAS_NAME.fullmatch(name) and isinstance(value, ALIAS_FORMS):
+                    yield name, ast.unparse(value)
+            case ast.AnnAssign(
+                target=ast.Name(name), annotation=annotation, value=ast.expr() as value
+            ):
+                if ast.unparse(annotation).rpartition(".")[2] == "TypeAlias":
+                    yield name, ast.unparse(value)
+            case _ if type(node).__name__ == "TypeAlias":  # `type X = ...`, from Python 3.12 on
+                name, _, definition = ast.unparse(node).removeprefix("type ").partition(" = ")
+                yield name.partition("[")[0], definition
 
 
 def test_every_case_id_in_a_name_is_explained() -> None:

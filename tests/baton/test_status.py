@@ -10,7 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from baton.render import StartPrinter, status_view
-from baton.status_command import Sample, token_rates
+from baton.status_command import StatusSample, token_rates
 from baton.values import ClusterStatus, DataRankStatus, WorkerStatus
 from tests.support.router.generation import EchoGeneration, serve_echo
 
@@ -87,8 +87,8 @@ def test_a_worker_that_does_not_serve_and_one_in_a_long_step_stand_out() -> None
 
 
 def test_rates_are_tokens_between_two_looks() -> None:
-    def at(seconds: float, *workers: WorkerStatus) -> Sample:
-        return Sample(ClusterStatus("model", 0, 0, workers), seconds)
+    def at(seconds: float, *workers: WorkerStatus) -> StatusSample:
+        return StatusSample(ClusterStatus("model", 0, 0, workers), seconds)
 
     before = at(
         10.0,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.mixed import MixedRequest, Turn, missed, run_turn, summarize
+from bench.mixed import MeasuredTurn, MixedRequest, missed, run_turn, summarize
 from bench.mixed_sides import vllm_side
 from runtime.errors import BatonError, UnavailableError
 
@@ -50,17 +50,17 @@ def answer(sent_s: float, *messages: tuple[float, int], failed: bool = False) ->
     return MixedRequest(sent_s, list(messages), failed)
 
 
-def turn(gap_s: float, ttft_s: float, *, lost: bool = False) -> Turn:
+def turn(gap_s: float, ttft_s: float, *, lost: bool = False) -> MeasuredTurn:
     """Two streams of one token per `gap_s`, from 0 to 10 s; the first half second does not
     count."""
     times = [index * gap_s for index in range(int(10 / gap_s) + 1)]
     streams = [answer(-1.0, *((at_s, 1) for at_s in times)) for _ in range(2)]
-    return Turn(streams, [answer(3.0, (3.0 + ttft_s, 1), failed=lost)], 0.5, 10.0)
+    return MeasuredTurn(streams, [answer(3.0, (3.0 + ttft_s, 1), failed=lost)], 0.5, 10.0)
 
 
 def test_gaps_and_tokens_of_the_window_count_and_messages_of_several_tokens_are_one_gap() -> None:
     stream = answer(0.0, (0.9, 1), (1.1, 1), (1.5, 3), (2.5, 1), (3.5, 1))
-    figures = Turn([stream], [answer(1.0, (2.25, 1))], 1.0, 3.0).figures()
+    figures = MeasuredTurn([stream], [answer(1.0, (2.25, 1))], 1.0, 3.0).figures()
     assert figures["decode"] == pytest.approx(5 / 2.0)
     assert figures["itl_p50"] == pytest.approx(0.4)  # 0.2, 0.4 and 1.0
     assert figures["itl_max"] == pytest.approx(1.0)

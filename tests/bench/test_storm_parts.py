@@ -14,7 +14,7 @@ from bench.partition.grid import Edge, Way
 from bench.storm import child, leaks
 from bench.storm.control import Control
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
-from bench.storm.traffic import Coming, Manner, Seen, Shares, plan
+from bench.storm.traffic import Manner, PlannedRequest, Seen, Shares, plan
 from bench.storm.verdict import Counts, Fate, Pace, fate, recoveries
 
 PROCESSES = ("decode-0.0", "decode-0.1", "prefill-0", "prefill-1", "router", "router-1")
@@ -114,7 +114,7 @@ def request(
     is_hung: bool = False,
 ) -> Seen:
     return Seen(
-        Coming(0.0, 0, manner, 0.5),
+        PlannedRequest(0.0, 0, manner, 0.5),
         sent_s,
         ended_s,
         list(message_s),

@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 
-from decode.entry import DecodeLimits, Event
+from decode.entry import DecodeEntryEvent, DecodeLimits
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine import loop as loop_module
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.ranks import StageRanks, Step, plan_step
+from engine.pipeline.ranks import RankBatches, StageRanks, plan_step
 from models.loader import ModelDescription
 from pool.request.entry import DataRanks
 from runtime.clock import ManualClock
@@ -59,7 +59,7 @@ class Traffic:
         for _, answer in self.answers:
             assert answer.done.wait(60), "a rank waits"
 
-    def planned(self, step: Step) -> Step:
+    def planned(self, step: RankBatches) -> RankBatches:
         """In the loop, once per step."""
         self.steps += any(each is not None for each in step)
         self.modes |= {each.mode for each in step if each is not None}
@@ -75,7 +75,7 @@ class Traffic:
         request = random_request(self.rng, len(self.answers))
         self.answers.append((request, answer))
 
-        def emit(event: Event) -> None:
+        def emit(event: DecodeEntryEvent) -> None:
             answer.emit(event)
             if answer.done.is_set():
                 if answer.finished is not None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import DecodeLimits, Event
+from decode.entry import DecodeEntryEvent, DecodeLimits
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.trees.draft_batches import extend_batch, followed_rows
 from pool.prefix.tree import ResumeRule
 from runtime.clock import ManualClock
@@ -83,13 +83,13 @@ class Pool:
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
-        runs, verified = list[Run](), list[Verified]()
+        runs, verified = list[AcceptedRun](), list[Verified]()
         for row, (length, sampling) in enumerate(
             zip(batch.query_lens, batch.sampling, strict=True)
         ):
             if sampling is not None:
                 count = self.rng.randint(1, length) if batch.mode is ForwardMode.VERIFY else 1
-                runs.append(Run(row, list(range(count)), [DrawnToken(100)] * count))
+                runs.append(AcceptedRun(row, list(range(count)), [DrawnToken(100)] * count))
                 verified.append(Verified(tuple(range(count)), CHAIN))
         kept = set(self.scheduler.pages.ledger.kept_ids())
         self.written = set()
@@ -104,7 +104,7 @@ class Pool:
         return batch
 
 
-def _ignored(event: Event) -> None:
+def _ignored(event: DecodeEntryEvent) -> None:
     pass
 
 

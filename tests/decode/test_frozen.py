@@ -18,7 +18,7 @@ from engine.core.numerics import Numerics
 from engine.core.request import Request
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.frozen import FrozenDrafter
 from engine.speculative.trees.draft_batches import followed_rows
 from models.drafts.loader import read_draft
@@ -117,7 +117,7 @@ class CheckedDrafter:
     num_chains: int = 0
 
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         self.logits.clear()
         trees = self.inner.propose(batch, output, runs)
@@ -194,7 +194,10 @@ async def test_a_cluster_drafts_so_behind_handoffs_and_cached_prompts(
     plain, proposed = FrozenDrafter.propose, list[int]()
 
     def counted(
-        drafter: FrozenDrafter, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        drafter: FrozenDrafter,
+        batch: ForwardBatch,
+        output: StageOutput,
+        runs: Sequence[AcceptedRun],
     ) -> list[TokenTree]:
         trees = plain(drafter, batch, output, runs)
         proposed.extend(map(len, trees))

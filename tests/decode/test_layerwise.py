@@ -14,7 +14,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import NO_TREE, SpecInfo, TokenTree
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
@@ -54,7 +54,7 @@ class CheckedChains:
     num_equal: int = 0
 
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         trees = self.drafter.propose(batch, output, runs)
         info, by_row = (

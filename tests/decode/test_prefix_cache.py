@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, rule
 
-from decode.entry import DecodeLimits, Drawn, Event, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Drawn, Finished
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch
@@ -39,7 +39,7 @@ class Asked:
     request: Request
     reservation: Reservation
     num_known: int = 1  # tokens of the answer that this pool does not draw
-    events: list[Event] = field(default_factory=list)
+    events: list[DecodeEntryEvent] = field(default_factory=list)
     has_joined: bool = False
 
     @property
@@ -356,7 +356,7 @@ def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
             num_draft_tokens=3,
         ),
     )
-    events: list[Event] = []
+    events: list[DecodeEntryEvent] = []
     prompt = tuple(range(1, 8))
     key = scheduler.reserve(
         Request("r", prompt, 6, SamplingParams(temperature=0)),

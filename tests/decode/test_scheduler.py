@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import DecodeLimits, Drawn, Event, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Drawn, Finished
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo
@@ -26,7 +26,7 @@ from runtime.errors import (
 
 @dataclass
 class Client:
-    events: list[Event] = field(default_factory=list)
+    events: list[DecodeEntryEvent] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -38,7 +38,7 @@ class Client:
         ]
 
     @property
-    def last(self) -> Event:
+    def last(self) -> DecodeEntryEvent:
         return self.events[-1]
 
 

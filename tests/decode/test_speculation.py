@@ -12,7 +12,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from decode.entry import Event
+from decode.entry import DecodeEntryEvent
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
@@ -292,7 +292,7 @@ class Canceller:
     def start(self, request: Request) -> None:
         self._key = self._pool.scheduler.submit_local(request, self._emit)
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: DecodeEntryEvent) -> None:
         self.answer.emit(event)
         if self._after is not None and len(self.answer.tokens) > self._after and not self.cancelled:
             self.cancelled = True

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode.entry import DecodeLimits, Event, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Finished
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.request import DrawnToken, FinishReason, ProblemCause, Request, SamplingParams
@@ -342,7 +342,7 @@ class Recorded(Answer):
         super().__init__()
         self.pool, self.num_tokens, self.key = pool, num_tokens, 0
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: DecodeEntryEvent) -> None:
         super().emit(event)
         if len(self.tokens) == self.num_tokens and not self.done.is_set():
             self.done.set()

@@ -15,7 +15,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
 from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver
-from engine.pipeline.ranks import Step
+from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepFailed, StepResult, StepResults
 from runtime.clock import ManualClock
 from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
@@ -61,7 +61,7 @@ class ScriptedPipeline:
         self._inside: deque[int] = deque()
         self._sequence = 0
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: RankBatches) -> None:
         self._sequence += 1
         self._inside.append(self._sequence)
         self.widest = max(self.widest, len(self._inside))

@@ -18,7 +18,7 @@ from engine.core.draft_trees import AcceptedNodes, SpecRow, TokenTree, Verified
 from engine.core.layer_range import LayerRange
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
-from engine.core.state_rows import Snapshot, StateRow
+from engine.core.state_rows import StateRow, StateSnapshot
 from engine.pipeline import frames, records
 from engine.pipeline.channel import Packet, PacketKind
 from engine.pipeline.frames import TensorRoute
@@ -101,7 +101,7 @@ def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
         else None
     )
     scoring = ScoringRow((1, 2), 3) if numbers.random() < 0.2 else None
-    states = StateRow(3, (Snapshot(64, 2),)) if numbers.random() < 0.2 else StateRow()
+    states = StateRow(3, (StateSnapshot(64, 2),)) if numbers.random() < 0.2 else StateRow()
     return Row(key, tokens, numbers.randrange(50), [1, 2, 3], 1, sampling, spec, scoring, states)
 
 

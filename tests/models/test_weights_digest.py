@@ -10,7 +10,7 @@ from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import Numerics
 from models.decoder import EMBEDDING
 from models.loader import read_model
-from models.weights_digest import PoolWeights, StageWeights, WeightsDigest, check_copies
+from models.weights_digest import PoolWeights, StageDigests, WeightsDigest, check_copies
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import plan_stage
 from runtime.digests import check_compatible
@@ -27,7 +27,7 @@ def read_stages(folder: Path, size: int) -> PoolWeights:
         layers = get_pp_indices(model.facts.num_layers, rank, size, None)
         model.load_stage(layers, numerics=Numerics.FAST, digest=digest)
         copies = () if rank == 0 else (EMBEDDING,)
-        stages.append(StageWeights(digest.total(without=copies), digest.of(copies)))
+        stages.append(StageDigests(digest.total(without=copies), digest.of(copies)))
     return PoolWeights.of(stages)
 
 

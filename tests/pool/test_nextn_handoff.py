@@ -20,7 +20,7 @@ from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, bytes_per_page, bytes_per_slot, travelling
 from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
 from engine.speculative.contracts.drafter import Drafter
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from models.loader import read_model
@@ -193,5 +193,7 @@ def next_tree(drafter: Drafter, checkpoint: Path, first_token: int, num_nodes: i
     )
     with torch.inference_mode():
         return drafter.propose(
-            batch, StageOutput(aux_hidden=features), [Run(0, [0], [DrawnToken(first_token)])]
+            batch,
+            StageOutput(aux_hidden=features),
+            [AcceptedRun(0, [0], [DrawnToken(first_token)])],
         )[0]

@@ -15,12 +15,12 @@ from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.ranks import Step
+from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepResult, StepResults
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.stage.metrics import LeaderMeters, LoadBoard
-from pool.watch import Context, WorkerService, worker_load
+from pool.watch import WatchContext, WorkerService, worker_load
 from prefill.prompts import PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from protos import worker_pb2 as pb
@@ -38,7 +38,7 @@ class LongForward:
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: RankBatches) -> None:
         self.began.set()
         assert self.may_end.wait(60)
 
@@ -58,7 +58,7 @@ def make_scheduler() -> PrefillScheduler:
 
 
 async def loads(service: WorkerService) -> AsyncIterator[pb.WorkerLoad]:
-    async for response in service.Watch(pb.WatchRequest(interval_s=0.05), cast(Context, None)):
+    async for response in service.Watch(pb.WatchRequest(interval_s=0.05), cast(WatchContext, None)):
         if response.HasField("load"):
             yield response.load
 
@@ -130,5 +130,5 @@ async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -
     service = WorkerService(pb.WorkerInfo, pb.WorkerLoad, PointJournal(), no_cache)
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
         await anext(
-            aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None)))
+            aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(WatchContext, None)))
         )

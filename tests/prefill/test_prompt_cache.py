@@ -16,7 +16,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from engine.sampling.sampler import Scores
 from pool.prefix.tree import ResumeRule
-from prefill.prompts import Event, FirstToken, PrefillLimits, Started
+from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.digests import block_names
@@ -32,7 +32,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     key: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[PrefillEntryEvent] = field(default_factory=list)
 
     @property
     def started(self) -> Started:

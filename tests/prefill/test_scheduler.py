@@ -12,7 +12,14 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks, Failed
-from prefill.prompts import Event, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
+from prefill.prompts import (
+    FirstToken,
+    PrefillEntry,
+    PrefillEntryEvent,
+    PrefillLimits,
+    Scored,
+    Started,
+)
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.digests import block_names
@@ -22,7 +29,7 @@ from runtime.pace import MIN_PROMPTS
 
 @dataclass
 class Client:
-    events: list[Event] = field(default_factory=list)
+    events: list[PrefillEntryEvent] = field(default_factory=list)
 
     def kinds(self) -> list[str]:
         return [type(event).__name__ for event in self.events]

@@ -17,7 +17,7 @@ from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
-from models.weights_digest import StageWeights
+from models.weights_digest import StageDigests
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
@@ -91,7 +91,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     )
     dest = Pool("decode", [network.transport(SystemClock())], specs())
     group = StageGroup(source.stages[0].agent, [Placement(rank, 2) for rank in range(2)], reports)
-    second = StageLink(1, source.stages[1].agent.endpoint, b"", StageWeights())
+    second = StageLink(1, source.stages[1].agent.endpoint, b"", StageDigests())
     group.pool_formed([second])
     scheduler = PrefillScheduler(
         pages=PageAllocator(NUM_PAGES),

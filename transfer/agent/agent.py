@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, IncompatiblePeerError, InternalError
-from transfer.agent.prompts import DeviceEvent, DoneLayer, Prompt, Prompts
+from transfer.agent.prompts import DeviceEvent, DoneLayer, PromptTransfer, PromptTransfers
 from transfer.agent.sender import Sender, SendWindow
 from transfer.agent.stage_transfer import PoolMemory, Receiver, RefusedTransfer, StageTransfer
 from transfer.agent.transfer_table import TransferTable
@@ -107,7 +107,7 @@ class TransferAgent:
         limits = limits or AgentLimits()
         self._window = SendWindow(limits.window_bytes)
         self._transfers = TransferTable(transport, clock, on_event, drain_s=limits.drain_s)
-        self._prompts = Prompts(
+        self._prompts = PromptTransfers(
             self._transfers, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s
         )
         self._commands: deque[Callable[[], None]] = deque()
@@ -325,7 +325,7 @@ class TransferAgent:
         return Receiver(source, destination, lanes, memory=self._memory, transport=self._transport)
 
     def _sender(
-        self, source: SourceTerms, destination: DestinationTerms, prompt: Prompt
+        self, source: SourceTerms, destination: DestinationTerms, prompt: PromptTransfer
     ) -> StageTransfer:
         try:
             if prompt.error is not None:

@@ -145,7 +145,7 @@ class LayerGate:
 
 
 @dataclass
-class Prompt:
+class PromptTransfer:
     """Progress of one prompt.
 
     `layer_tokens` is the number of tokens that have passed each layer. `error` is the reason why
@@ -158,7 +158,7 @@ class Prompt:
     error: BatonError | None = None
 
 
-class Prompts:
+class PromptTransfers:
     """Table of prompts. Belongs to the agent's thread.
 
     A cancelled request is closed here while batches with it may still run. Their reports come too
@@ -171,7 +171,7 @@ class Prompts:
     ) -> None:
         self._transfers = transfers
         self._gate = LayerGate(clock, limit=max_waiting, timeout_s=layer_s)
-        self._by_key: dict[int, Prompt] = {}
+        self._by_key: dict[int, PromptTransfer] = {}
         self._closed = Tombstones[int]()
 
     @property
@@ -184,14 +184,14 @@ class Prompts:
         """Return the number of layers that were launched on the device and may not be done."""
         return self._gate.num_waiting
 
-    def expect(self, request_key: int, num_tokens: int | None) -> Prompt:
+    def expect(self, request_key: int, num_tokens: int | None) -> PromptTransfer:
         """Return the prompt of a request, which is created if it is new.
 
         For a closed request, returns a prompt with an error, which is not stored.
         """
         if self.is_closed(request_key):
-            return Prompt(num_tokens, error=HandoffError(f"request {request_key} is over"))
-        return self._by_key.setdefault(request_key, Prompt(num_tokens))
+            return PromptTransfer(num_tokens, error=HandoffError(f"request {request_key} is over"))
+        return self._by_key.setdefault(request_key, PromptTransfer(num_tokens))
 
     def is_closed(self, request_key: int) -> bool:
         """Return whether `close` was called for the request since the last `clear`."""

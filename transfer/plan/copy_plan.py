@@ -99,7 +99,7 @@ class Lane:
         return self.tag(len(self.items))
 
 
-class _Run(NamedTuple):
+class _RecordRun(NamedTuple):
     source_index: int
     dest_index: int
     num_records: int
@@ -143,7 +143,7 @@ class CopyPlan:
         self._source = source
         self._destination = destination
         self._specs = tuple(specs)
-        self._runs: dict[int, tuple[_Run, ...]] = {}
+        self._runs: dict[int, tuple[_RecordRun, ...]] = {}
 
     def lanes_to(self, dest_stage: int) -> tuple[Lane, ...]:
         """Return the lanes that this destination stage receives."""
@@ -245,15 +245,19 @@ class CopyPlan:
             for stretch in moved
         ]
 
-    def _runs_of(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> tuple[_Run, ...]:
+    def _runs_of(
+        self, spec: CacheSpec, moved: tuple[Stretch, ...] | None
+    ) -> tuple[_RecordRun, ...]:
         """Return the slot, or the runs of pages; runs have one page if parts of pages are sent."""
         if not spec.kind.is_paged:
             return (
-                _Run(self._source.slot_id, self._destination.slot_id, 1, self._source.num_tokens),
+                _RecordRun(
+                    self._source.slot_id, self._destination.slot_id, 1, self._source.num_tokens
+                ),
             )
         return self._page_runs(spec.record_bytes if moved is None else MAX_RUN_BYTES)
 
-    def _page_runs(self, record_bytes: int) -> tuple[_Run, ...]:
+    def _page_runs(self, record_bytes: int) -> tuple[_RecordRun, ...]:
         """Return the page runs for records of this size, cached because most models have one size."""
         if record_bytes not in self._runs:
             max_pages = max(1, MAX_RUN_BYTES // record_bytes)
@@ -276,9 +280,11 @@ def plan_lane(
     return next((lane.items for lane in lanes if lane.dest_stage == dest_stage), ())
 
 
-def _page_runs(source: SourceTerms, destination: DestinationTerms, max_pages: int) -> list[_Run]:
+def _page_runs(
+    source: SourceTerms, destination: DestinationTerms, max_pages: int
+) -> list[_RecordRun]:
     """Return the runs of the pages that the destination has not cached."""
-    runs: list[_Run] = []
+    runs: list[_RecordRun] = []
     run_chunks = (-1, -1)
     pages = list(enumerate(zip(source.page_ids, destination.page_ids, strict=True)))
     for i, (source_page, dest_page) in pages[destination.held_tokens // source.page_size :]:
@@ -296,9 +302,11 @@ def _page_runs(source: SourceTerms, destination: DestinationTerms, max_pages: in
             and source_page == last.source_index + last.num_records
             and dest_page == last.dest_index + last.num_records
         ):
-            runs[-1] = _Run(last.source_index, last.dest_index, last.num_records + 1, end_token)
+            runs[-1] = _RecordRun(
+                last.source_index, last.dest_index, last.num_records + 1, end_token
+            )
         else:
-            runs.append(_Run(source_page, dest_page, 1, end_token))
+            runs.append(_RecordRun(source_page, dest_page, 1, end_token))
             run_chunks = chunks
     return runs
 

@@ -20,7 +20,7 @@ SEAL_BYTES = 16
 _NONCE_BYTES = 12
 _LENGTH = struct.Struct("<Q")
 
-Message = bytes | bytearray | memoryview
+AnyBytes = bytes | bytearray | memoryview
 
 
 def new_key() -> bytes:
@@ -46,13 +46,13 @@ class Authenticator:
     def __init__(self, key: bytes) -> None:
         self._encrypt = AESGCM(key).encrypt
 
-    def seal(self, number: int, message: Message, label: bytes = b"") -> bytes:
+    def seal(self, number: int, message: AnyBytes, label: bytes = b"") -> bytes:
         """Return the authenticator of message and label, 16 bytes."""
         sealed = self._encrypt(number.to_bytes(_NONCE_BYTES, "little"), label, message)
         return sealed[-SEAL_BYTES:] if label else sealed
 
     def accepts(
-        self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b""
+        self, seal: bytes | memoryview, number: int, message: AnyBytes, label: bytes = b""
     ) -> bool:
         """Return whether `seal` is the authenticator of message and label, in constant time."""
         return hmac.compare_digest(seal, self.seal(number, message, label))

@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from transfer.transport.authenticator import KEY_BYTES, SEAL_BYTES, Authenticator, Message, derived
+from transfer.transport.authenticator import KEY_BYTES, SEAL_BYTES, AnyBytes, Authenticator, derived
 from transfer.transport.refusals import RefusalReason
 
 HEAD_BYTES = SEAL_BYTES + 8
@@ -65,7 +65,7 @@ class Direction:
         self.tag = _tag(secret)
         (self.next,) = _NUMBER.unpack_from(secret, KEY_BYTES + 8)
 
-    def seal(self, message: Message, label: bytes = b"") -> bytes:
+    def seal(self, message: AnyBytes, label: bytes = b"") -> bytes:
         """Return the authenticator of a message with the next number."""
         return self.authenticator.seal(self.next, message, label)
 
@@ -74,7 +74,7 @@ class Direction:
         self.next = (self.next + 1) & _MASK
 
     def accept(
-        self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b""
+        self, seal: bytes | memoryview, number: int, message: AnyBytes, label: bytes = b""
     ) -> RefusalReason | None:
         """Return None and advance if the message is the next one, else the reason of its rejection."""
         if not self.authenticator.accepts(seal, number, message, label):

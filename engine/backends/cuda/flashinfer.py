@@ -38,7 +38,7 @@ WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 _IN_FLIGHT = 2  # batches that may be planned and not yet run
 
 
-_Wrapper = TypeVar("_Wrapper", DecodeWrapper, RaggedWrapper)
+_WrapperT = TypeVar("_WrapperT", DecodeWrapper, RaggedWrapper)
 
 
 _AnySlot = Slot[DecodeWrapper] | Slot[RaggedWrapper]
@@ -259,7 +259,7 @@ class FlashInferAttention:
         slot.planned.set()
         return slot
 
-    def _slot(self, wrapper: _Wrapper) -> Slot[_Wrapper]:
+    def _slot(self, wrapper: _WrapperT) -> Slot[_WrapperT]:
         return Slot(wrapper, Fence(self._device))
 
     def _graph_sizes(self, bucket: GraphBucket) -> GraphSizes:
@@ -287,8 +287,8 @@ class FlashInferAttention:
 
 
 def _reserved(
-    slots: Mapping[GraphBucket, Slot[_Wrapper]], batch: ForwardBatch
-) -> Slot[_Wrapper] | None:
+    slots: Mapping[GraphBucket, Slot[_WrapperT]], batch: ForwardBatch
+) -> Slot[_WrapperT] | None:
     """Return the slot of the batch's bucket, or None if the batch has no bucket."""
     bucket = batch.graph_bucket
     if bucket is not None and bucket not in slots:

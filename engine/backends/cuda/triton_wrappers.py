@@ -36,7 +36,7 @@ class _Schedule:
     scale: float
 
 
-class _Wrapper:
+class _TritonWrapper:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._schedule: _Schedule | None = None
@@ -88,7 +88,7 @@ class _Wrapper:
         self._schedule = _Schedule(indices, first_pages, begins, limits, mask, mask_starts, scale)
 
 
-class TritonRagged(_Wrapper):
+class TritonRagged(_TritonWrapper):
     """A `RaggedWrapper`."""
 
     def plan(
@@ -124,7 +124,7 @@ class TritonRagged(_Wrapper):
         )
 
 
-class TritonDecode(_Wrapper):
+class TritonDecode(_TritonWrapper):
     """A `DecodeWrapper`."""
 
     def plan(

@@ -6,7 +6,7 @@ from typing import Protocol
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import TokenTree
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 
 
 class Drafter(Protocol):
@@ -17,7 +17,7 @@ class Drafter(Protocol):
     """
 
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         """Return one tree per run, to follow the tokens that the run sampled.
 
@@ -44,7 +44,7 @@ class PoolDrafter(Drafter, Protocol):
         """Return how often its attention was planned, by path."""
         ...
 
-    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
+    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]) -> None:
         """Extend the draft's cache by the accepted tokens and propose nothing, on a prefill pool.
 
         At the end of a prompt, the state to hand over is complete.

@@ -19,7 +19,7 @@ from runtime.errors import InternalError
 
 
 @dataclass
-class Run:
+class AcceptedRun:
     """The sampled tokens of one row, one at each accepted node. `row` is its index in the batch."""
 
     row: int
@@ -47,7 +47,7 @@ def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
     )
 
 
-def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[Run]:
+def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[AcceptedRun]:
     """Return one run per sampling row, in row order.
 
     `logits` is [N, vocab] fp32: in a VERIFY batch one row per node of the sampling rows, in other
@@ -69,9 +69,12 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
         return []
     if not is_verify:
         tokens = sampler(logits, [row for _, row in drawing])
-        return [Run(index, [0], [token]) for (index, _), token in zip(drawing, tokens, strict=True)]
+        return [
+            AcceptedRun(index, [0], [token])
+            for (index, _), token in zip(drawing, tokens, strict=True)
+        ]
     starts = [sum(counts[:index]) for index in range(len(counts))]
-    runs = [Run(index, [0]) for index, _ in drawing]
+    runs = [AcceptedRun(index, [0]) for index, _ in drawing]
     # Such tokens do not depend on the path, so one call samples all nodes.
     if all(takes_maximum(row) and row.output is None for _, row in drawing):
         known = sampler(
@@ -97,7 +100,7 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
 
 
 def _walk(
-    runs: Sequence[Run],
+    runs: Sequence[AcceptedRun],
     children: Sequence[Mapping[tuple[int, int], int]],
     draw: Callable[[Sequence[int]], list[DrawnToken]],
 ) -> None:

@@ -17,7 +17,7 @@ from engine.core.draft_trees import NO_TREE, CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.contracts.draft_model import DraftModel
 from engine.speculative.contracts.drafter import PoolDrafter
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.replay.draft_graphs import DraftGraphs
 from engine.speculative.replay.recorded_drafts import RecordedDrafts
 from engine.speculative.replay.round_graphs import RoundGraphs
@@ -45,7 +45,7 @@ class PromptDrafter:
         self._on_followed = on_followed
 
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         """Implement `Drafter.propose`."""
         self._drafter.follow(batch, output, runs)
@@ -90,7 +90,7 @@ class EagleDrafter:
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     @torch.inference_mode()
-    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
+    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]) -> None:
         """Implement `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
             extend = extend_batch(batch, followed, self._attention.page_size)
@@ -121,7 +121,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         """Implement `Drafter.propose`."""
         followed = followed_rows(batch, runs)
@@ -205,7 +205,7 @@ class EagleDrafter:
 
 
 def _in_order_of(
-    runs: Sequence[Run], rows: Sequence[FollowedRow], trees: Sequence[TokenTree]
+    runs: Sequence[AcceptedRun], rows: Sequence[FollowedRow], trees: Sequence[TokenTree]
 ) -> list[TokenTree]:
     """Return the tree of each run's row, or an empty tree."""
     found = {row.row: tree for row, tree in zip(rows, trees, strict=True)}

@@ -17,7 +17,7 @@ from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.draft_trees import NO_TREE, TokenTree
 from engine.speculative.attention.draft_attention import no_states
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.trees.draft_batches import FollowedRow, followed_rows
 from engine.speculative.trees.proposal import Candidates
 from runtime.errors import InternalError
@@ -68,7 +68,7 @@ class FrozenDrafter:
         self._steps = steps
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
-    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
+    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]) -> None:
         """Implement `PoolDrafter.follow` by doing nothing: only the target has a cache."""
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
@@ -77,7 +77,7 @@ class FrozenDrafter:
 
     @torch.inference_mode()
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         """Implement `Drafter.propose`."""
         followed = [row for row in followed_rows(batch, runs) if row.num_nodes]

@@ -24,7 +24,7 @@ from engine.core.batch import ForwardBatch, plan_where_needed
 from engine.core.draft_trees import NO_TREE, CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.contracts.draft_model import DraftModel
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.trees.draft_batches import extend_batch, followed_rows, row_ends
 from engine.speculative.trees.draft_handoff import HandedChains
 from engine.speculative.trees.proposal import Candidates
@@ -54,7 +54,7 @@ class LayerwiseDrafter:
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     @torch.inference_mode()
-    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
+    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]) -> None:
         """Implement `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
             extend = extend_batch(batch, followed, self._attention.page_size)
@@ -78,7 +78,7 @@ class LayerwiseDrafter:
 
     @torch.inference_mode()
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         """Implement `Drafter.propose`."""
         followed = followed_rows(batch, runs)

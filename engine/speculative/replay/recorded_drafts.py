@@ -31,7 +31,7 @@ from engine.speculative.trees.tree_expander import TreeExpander
 
 logger = logging.getLogger(__name__)
 
-_Shape = tuple[int, int, bool]  # rows, followed tokens per row, and whether a round grows
+_DraftShape = tuple[int, int, bool]  # rows, followed tokens per row, and whether a round grows
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class RecordedDrafts:
         self._topk = min(topk, model.vocab_size)
         self._steps = steps
         self._max_nodes = max_nodes
-        self._recorded: dict[_Shape, RecordedDraft] = {}
-        self._eager_left: dict[_Shape, int] = defaultdict(lambda: num_eager)
+        self._recorded: dict[_DraftShape, RecordedDraft] = {}
+        self._eager_left: dict[_DraftShape, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
         self._is_off = False
         self.num_recorded = 0
@@ -201,7 +201,7 @@ class RecordedDrafts:
         self._rounds.plan(grown)
         return DraftStep(before, grown, positions + torch.arange(self._steps - 1)[:, None])
 
-    def _run(self, shape: _Shape, step: DraftStep) -> Candidates | Chains | None:
+    def _run(self, shape: _DraftShape, step: DraftStep) -> Candidates | Chains | None:
         recorded = self._recorded.get(shape)
         if recorded is not None and recorded.step.num_pages >= step.num_pages:
             try:

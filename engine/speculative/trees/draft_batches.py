@@ -11,7 +11,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import CarriedKeys, SpecInfo
 from engine.core.rows import longs
 from engine.memory.layout import NULL_INDEX
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from runtime.errors import InternalError
 
 
@@ -31,7 +31,7 @@ class FollowedRow:
     num_nodes: int
 
 
-def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]:
+def followed_rows(batch: ForwardBatch, runs: Sequence[AcceptedRun]) -> list[FollowedRow]:
     """Return the rows that the draft follows, with their accepted tokens.
 
     Raises:

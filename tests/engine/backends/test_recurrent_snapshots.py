@@ -11,7 +11,7 @@ from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.recurrent_batch import SnapshotRecurrent
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics
-from engine.core.state_rows import Snapshot, StateRow
+from engine.core.state_rows import StateRow, StateSnapshot
 from runtime.errors import InternalError
 from tests.support.kernels.batches import Row, make_batch
 from tests.support.kernels.recurrent import (
@@ -83,9 +83,9 @@ def test_states_within_a_chunk_are_those_of_a_prompt_that_ends_there() -> None:
         Tokens(400, seed=3, slot=3),
     )
     rows = rig.run(
-        (first, 330, StateRow(snapshots=(Snapshot(64, 4), Snapshot(256, 5)))),
+        (first, 330, StateRow(snapshots=(StateSnapshot(64, 4), StateSnapshot(256, 5)))),
         (second, 130, StateRow()),
-        (third, 128, StateRow(snapshots=(Snapshot(128, 6),))),
+        (third, 128, StateRow(snapshots=(StateSnapshot(128, 6),))),
     )
     for (conv, out), seed, count in zip(rows, (1, 2, 3), (330, 130, 128), strict=True):
         expected = alone(seed, count)
@@ -101,18 +101,20 @@ def test_states_within_a_chunk_are_those_of_a_prompt_that_ends_there() -> None:
 def test_positions_of_snapshots_are_the_prompts_whatever_the_chunk() -> None:
     rig, tokens = Rig(), Tokens(400, seed=1, slot=1)
     rig.run((tokens, 128, StateRow()))
-    rig.run((tokens, 200, StateRow(snapshots=(Snapshot(192, 4),))))
+    rig.run((tokens, 200, StateRow(snapshots=(StateSnapshot(192, 4),))))
     assert torch.equal(rig.state[4], alone(1, 192)[3])
     assert torch.equal(rig.conv[4], alone(1, 192)[2])
 
 
 def test_a_row_goes_on_from_a_kept_state_and_leaves_it_as_it_is() -> None:
     rig, tokens = Rig(), Tokens(400, seed=1, slot=1)
-    rig.run((tokens, 300, StateRow(snapshots=(Snapshot(192, 4),))))
+    rig.run((tokens, 300, StateRow(snapshots=(StateSnapshot(192, 4),))))
     kept = [state.clone() for state in states_at(rig, 4)]
     warm = Tokens(400, seed=1, slot=2)
     warm.fed = 192
-    ((conv, out),) = rig.run((warm, 208, StateRow(resumed_slot=4, snapshots=(Snapshot(256, 5),))))
+    ((conv, out),) = rig.run(
+        (warm, 208, StateRow(resumed_slot=4, snapshots=(StateSnapshot(256, 5),)))
+    )
     cold = alone(1, 400)
     assert torch.equal(conv, cold[0][192:])
     assert torch.equal(out, cold[1][192:])
@@ -128,4 +130,4 @@ def test_a_snapshot_outside_its_row_is_a_bug(num_tokens: int) -> None:
     rig, tokens = Rig(), Tokens(400, seed=1, slot=1)
     feed(rig.recurrent, ForwardMode.PREFILL, (tokens, 64))
     with pytest.raises(InternalError, match=f"a snapshot at {num_tokens} of a row from 64 to 256"):
-        rig.run((tokens, 192, StateRow(snapshots=(Snapshot(num_tokens, 4),))))
+        rig.run((tokens, 192, StateRow(snapshots=(StateSnapshot(num_tokens, 4),))))

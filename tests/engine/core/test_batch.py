@@ -19,7 +19,7 @@ from engine.core.batch import (
 )
 from engine.core.draft_trees import CarriedKeys
 from engine.core.request import SamplingParams
-from engine.core.state_rows import Snapshot, StateRow
+from engine.core.state_rows import StateRow, StateSnapshot
 
 PLANNER, PLAN = object(), object()
 NO_MARK = {  # the names by which a mark is asked for, and what they say without one
@@ -54,7 +54,7 @@ def build(
         slot_ids=torch.tensor([row + 1 for row in rows], dtype=torch.int32),
         sampling=tuple(SamplingRow(SamplingParams(seed=row), position=row) for row in rows),
         scoring=tuple(ScoringRow((row,), num_top=row) for row in rows),
-        states=tuple(StateRow(row + 1, (Snapshot(10 * row + 1, row + 2),)) for row in rows),
+        states=tuple(StateRow(row + 1, (StateSnapshot(10 * row + 1, row + 2),)) for row in rows),
         spec_info=CarriedKeys(),
         graph_bucket=GraphBucket(mode, len(lens)),
     )

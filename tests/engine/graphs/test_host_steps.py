@@ -17,7 +17,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, ScoringRow
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
-from engine.core.state_rows import Snapshot, StateRow
+from engine.core.state_rows import StateRow, StateSnapshot
 from engine.graphs.host_steps import HostSteps
 from engine.memory.layout import CacheKind
 from engine.pipeline.stage_executor import LayerObserver, StageExecutor
@@ -372,7 +372,7 @@ def test_batches_that_do_more_than_draw_are_left_alone(change: str) -> None:
         "scores": lambda: replace(batch, scoring=(ScoringRow((1,), 0), None)),
         "is silent": lambda: sequences.batch(ForwardMode.DECODE, {0: 1, 1: 1}, silent=(1,)),
         "hands out a state": lambda: replace(
-            batch, states=(StateRow(snapshots=(Snapshot(4, 1),)), StateRow())
+            batch, states=(StateRow(snapshots=(StateSnapshot(4, 1),)), StateRow())
         ),
         "is too large": lambda: sequences.batch(
             ForwardMode.DECODE, dict.fromkeys(range(MAX_ROWS + 1), 1)

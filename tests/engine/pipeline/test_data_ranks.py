@@ -15,7 +15,7 @@ from engine.core.request import Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.pipeline import records
 from engine.pipeline.channel import PartPiece
-from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks, Step, plan_step, rows_per_rank
+from engine.pipeline.ranks import MAX_PART_BYTES, RankBatches, StageRanks, plan_step, rows_per_rank
 from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
@@ -49,7 +49,7 @@ def own(kind: str) -> ForwardBatch | None:
     }[kind]
 
 
-def shown(step: Step) -> list[str]:
+def shown(step: RankBatches) -> list[str]:
     """Each rank's mode, with a + where a PREBUILT one has an inner idle batch."""
     return [
         "-" if each is None else each.mode + "+" * (each.inner_idle is not None) for each in step
@@ -142,14 +142,14 @@ def test_s3_2_a_running_pool_pads_rows_where_data_ranks_gather_them(
 ) -> None:
     """All ranks of one data rank have all rows behind attention: there nothing is gathered, and so
     nothing padded."""
-    steps, gathered = list[Step](), list[tuple[int, ...]]()
+    steps, gathered = list[RankBatches](), list[tuple[int, ...]]()
     gather_rows = StageRanks.gather_rows
 
     def noting(self: StageRanks, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         gathered.append(tuple(counts))
         return gather_rows(self, rows, counts)
 
-    def planned(own: Sequence[ForwardBatch | None]) -> Step:
+    def planned(own: Sequence[ForwardBatch | None]) -> RankBatches:
         steps.append(plan_step(own))
         return steps[-1]
 

@@ -23,7 +23,7 @@ from engine.core.batch import (
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, ProblemCause, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
-from engine.core.state_rows import Snapshot, StateRow
+from engine.core.state_rows import StateRow, StateSnapshot
 from engine.pipeline import records
 from engine.pipeline.channel import Packet
 from runtime.errors import InternalError
@@ -90,9 +90,9 @@ def batches() -> st.SearchStrategy[ForwardBatch]:
         | st.builds(
             StateRow,
             st.integers(0, 9),
-            st.lists(st.builds(Snapshot, st.integers(1, 10**6), st.integers(1, 9)), max_size=2).map(
-                tuple
-            ),
+            st.lists(
+                st.builds(StateSnapshot, st.integers(1, 10**6), st.integers(1, 9)), max_size=2
+            ).map(tuple),
         ),
     )
     plain = st.builds(

@@ -12,7 +12,7 @@ from engine.graphs.buckets import extend_buckets
 from engine.kernels.device.cache import write_kv
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.attention.multistep_device import DeviceRounds
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.replay.draft_graphs import DraftGraphs
 from engine.speculative.replay.round_graphs import RoundGraphs
@@ -103,7 +103,9 @@ class Draft:
             ],
         )
         runs = [
-            Run(row, list(range(count)), [DrawnToken(7 + row + place) for place in range(count)])
+            AcceptedRun(
+                row, list(range(count)), [DrawnToken(7 + row + place) for place in range(count)]
+            )
             for row, (_, count) in enumerate(rows.values())
         ]
         hidden = torch.randn(

@@ -18,7 +18,7 @@ from engine.memory.layout import CacheSpec
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.contracts.drafter import Drafter
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.drafters.frozen import FrozenDrafter
 from runtime.errors import StalePlanError
@@ -107,7 +107,10 @@ class Bench:
                 for key, (context, length) in enumerate(rows)
             ],
         )
-        runs = [Run(row, [0], [DrawnToken(7 + row)]) for row in range(len(rows) if drawing else 0)]
+        runs = [
+            AcceptedRun(row, [0], [DrawnToken(7 + row)])
+            for row in range(len(rows) if drawing else 0)
+        ]
         return self.drafter.propose(
             batch, StageOutput(aux_hidden={0: torch.randn(batch.num_tokens, HIDDEN)}), runs
         )

@@ -16,7 +16,7 @@ from engine.core.rows import Row, build_batch
 from engine.speculative.attention.draft_attention import DraftAttention, RoundAttention
 from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.attention.multistep_paged import PagedRounds
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.replay.recorded_drafts import RecordedDrafts
 from engine.speculative.trees.draft_handoff import DraftEnd, HandedEnds
@@ -102,7 +102,7 @@ class Draft:
             ],
         )
         runs = [
-            Run(
+            AcceptedRun(
                 row,
                 list(range(accepted[key])),
                 [DrawnToken((7 + key + place) % VOCAB) for place in range(accepted[key])],

@@ -14,7 +14,7 @@ from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree, ancestors
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.sampler import sample
-from engine.speculative.contracts.verify import Run, draw_runs, sampling_at
+from engine.speculative.contracts.verify import AcceptedRun, draw_runs, sampling_at
 
 VOCAB, PROMPT = 5, (1, 2, 3)
 PARAMS = st.sampled_from(
@@ -178,7 +178,7 @@ def test_a_batch_without_trees_draws_one_token_a_row() -> None:
     row = Row(1, [3], len(PROMPT), [1], 0, sampling_row(request, [3]))
     batch = build_batch(ForwardMode.DECODE, [row])
     token = DrawnToken(int(target((3,)).argmax()))
-    assert draw_runs(target((3,))[None], batch, sample) == [Run(0, [0], [token])]
+    assert draw_runs(target((3,))[None], batch, sample) == [AcceptedRun(0, [0], [token])]
 
 
 def test_bans_end_where_min_tokens_ends() -> None:

@@ -19,7 +19,7 @@ from engine.memory.layout import CacheKind
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
 from engine.speculative.contracts.draft_model import DraftModel
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import read_model
@@ -102,7 +102,7 @@ class Bench:
                 for key, (prompt, table) in enumerate(zip(PROMPTS, pages, strict=True))
             ],
         )
-        runs = [Run(row, [0], [DrawnToken(7 + row)]) for row in range(2)]
+        runs = [AcceptedRun(row, [0], [DrawnToken(7 + row)]) for row in range(2)]
         return drafter.propose(batch, StageOutput(aux_hidden={LAST: FEATURES}), runs)
 
 

@@ -18,7 +18,7 @@ from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
@@ -73,7 +73,7 @@ def proposed(
     (tree,) = made.propose(
         batch,
         StageOutput(aux_hidden={last_layer(folder): features}),
-        [Run(0, [0], [DrawnToken(tokens[-1])])],
+        [AcceptedRun(0, [0], [DrawnToken(tokens[-1])])],
     )
     return tree
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import cast
 
 from engine.core.layer_range import LayerRange, Placement
-from models.weights_digest import StageWeights
+from models.weights_digest import StageDigests
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import StageLink
 from protos import pipeline_pb2 as pb
@@ -46,7 +46,7 @@ class NotingAgent:
 async def test_only_the_processes_of_its_data_rank_take_part_in_a_session() -> None:
     agent, reports = NotingAgent(), SessionReports(asyncio.get_running_loop())
     group = StageGroup(cast(TransferAgent, agent), PLACES, reports)
-    links = [StageLink(rank, endpoint(rank), b"", StageWeights("0" * 32)) for rank in range(1, 8)]
+    links = [StageLink(rank, endpoint(rank), b"", StageDigests("0" * 32)) for rank in range(1, 8)]
     group.pool_formed(links)
     assert group.session_size == 4
     assert [each.address for each in group.endpoints(1)] == [b"2", b"3", b"6", b"7"]

@@ -18,7 +18,7 @@ from engine.core.request import ProblemCause, Request, SamplingParams
 from engine.core.rows import sampling_row
 from engine.pipeline.ranks import StageRanks
 from engine.sampling.guided import GuidedSampler
-from models.weights_digest import StageWeights
+from models.weights_digest import StageDigests
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.membership import JoinReports, PipelineService, StageLink
@@ -156,7 +156,7 @@ async def joined() -> AsyncIterator[Rig]:
             agent=agent,
             plan=SimpleNamespace(settings={}),
             executor=None,
-            weights=StageWeights("0" * 32),
+            weights=StageDigests("0" * 32),
             drafter=None,
             ranks=StageRanks(),
         ),

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from engine.core.layer_range import Placement
-from models.weights_digest import StageWeights
+from models.weights_digest import StageDigests
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import StageLink
 from protos import pipeline_pb2 as pb
@@ -27,7 +27,7 @@ def formed() -> tuple[StageGroup, list[StageLink]]:
         SessionReports(asyncio.get_running_loop()),
     )
     links = [
-        StageLink(rank, cast(StageEndpoint, None), b"", StageWeights("0" * 32)) for rank in (1, 2)
+        StageLink(rank, cast(StageEndpoint, None), b"", StageDigests("0" * 32)) for rank in (1, 2)
     ]
     group.pool_formed(links)
     return group, links

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from engine.core.layer_range import LayerRange
-from models.weights_digest import StageWeights
+from models.weights_digest import StageDigests
 from pool.pipeline import membership
 from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.membership import PipelineService, StageLink, weights_to_proto
@@ -29,7 +29,7 @@ from transfer.transport.forming import Forming
 RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
 SETTINGS = {"numerics": "exact", "page_size": "64"}
 COUNTED = {"embed_tokens.weight": "a" * 32}
-WEIGHTS = StageWeights("1" * 32, {"embed_tokens.weight": "a" * 32})
+WEIGHTS = StageDigests("1" * 32, {"embed_tokens.weight": "a" * 32})
 
 
 @dataclass
@@ -77,7 +77,7 @@ class FakeStage:
         *,
         layers: LayerRange | None = None,
         numerics: str = "exact",
-        weights: StageWeights = WEIGHTS,
+        weights: StageDigests = WEIGHTS,
         channel: str = "channel",
         pool_epoch: int = 0,
     ) -> None:
@@ -414,7 +414,7 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
     ],
 )
 async def test_a_stage_that_does_not_belong_is_told_why(
-    rank: int, layers: LayerRange | None, numerics: str, weights: StageWeights, message: str
+    rank: int, layers: LayerRange | None, numerics: str, weights: StageDigests, message: str
 ) -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)

@@ -16,7 +16,7 @@ from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken
 from engine.kernels.device import cache, conv, delta, delta_chunks, latent, tree
 from engine.memory.layout import CacheKind
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.trees.draft_handoff import HandedEnds
 from engine.speculative.trees.proposal import Candidates
@@ -189,7 +189,7 @@ def test_no_draft_mixes_devices(
             runs = (
                 []
                 if batch.sampling[0] is None
-                else [Run(row, [0], [DrawnToken(5)]) for row in range(2)]
+                else [AcceptedRun(row, [0], [DrawnToken(5)]) for row in range(2)]
             )
             drafter.follow(batch, output, runs)
             drafter.propose(batch, output, runs)

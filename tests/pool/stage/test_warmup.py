@@ -11,7 +11,7 @@ from decode.worker import _outcome
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.ranks import Step
+from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepResults
 from pool.stage import warmup as warmup_module
 from pool.stage.warmup import run_inside
@@ -25,7 +25,7 @@ class Mute:
     depth = 1
     runs_apart = False
 
-    def launch(self, step: Step) -> None: ...
+    def launch(self, step: RankBatches) -> None: ...
 
     def collect(self, timeout_s: float) -> StepResults | None:
         return None

@@ -19,7 +19,7 @@ from engine.memory.layout import CacheSpec
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.contracts.draft_model import DraftModel
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
 from tests.support.models.tiny_models import VOCAB_SIZE
 
@@ -55,7 +55,7 @@ class OracleDrafter:
     num_calls: int = 0
 
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         assert isinstance(batch.spec_info, SpecInfo)
         self.num_calls += 1
@@ -162,7 +162,7 @@ def chain_behind(
         ],
     )
     (tree,) = EagleDrafter(model=model, topk=1, steps=4, attention=attention).propose(
-        batch, StageOutput(aux_hidden=dict(hidden)), [Run(0, [0], [DrawnToken(drawn)])]
+        batch, StageOutput(aux_hidden=dict(hidden)), [AcceptedRun(0, [0], [DrawnToken(drawn)])]
     )
     return tree
 

@@ -12,7 +12,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree
 from engine.speculative.contracts.drafter import Drafter
-from engine.speculative.contracts.verify import Run
+from engine.speculative.contracts.verify import AcceptedRun
 from tests.support.drafts.drafters import Shape
 
 Kept = tuple[Tensor, ...]  # what a slot keeps for later ones
@@ -109,7 +109,7 @@ class CheckedDrafter:
     num_equal: int = 0
 
     def propose(
-        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
     ) -> list[TokenTree]:
         trees = self.drafter.propose(batch, output, runs)
         assert isinstance(batch.spec_info, SpecInfo)
@@ -148,7 +148,9 @@ class CheckedDrafter:
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         return self.drafter.begin(batch)
 
-    def _follow(self, batch: ForwardBatch, output: StageOutput, runs: Mapping[int, Run]) -> None:
+    def _follow(
+        self, batch: ForwardBatch, output: StageOutput, runs: Mapping[int, AcceptedRun]
+    ) -> None:
         assert isinstance(batch.spec_info, SpecInfo)
         features = torch.cat([output.aux_hidden[layer_id] for layer_id in self.oracle.layers], -1)
         tokens, first = batch.spec_info.token_ids.tolist(), 0

@@ -10,7 +10,7 @@ from itertools import count, cycle
 
 from torch import Tensor
 
-from decode.entry import DecodeLimits, Drawn, Event, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Drawn, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from engine.backends.cpu.attention import CpuAttention
@@ -296,7 +296,7 @@ class Answer:
     failed: Failed | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: DecodeEntryEvent) -> None:
         if isinstance(event, Drawn):
             self.tokens += event.tokens
         else:

@@ -17,7 +17,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
 from models.loader import ModelDescription
 from pool.request.entry import Failed
-from prefill.prompts import Event, FirstToken, PrefillLimits, Started
+from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
@@ -57,7 +57,7 @@ class Prompt:
     failed: Failed | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: PrefillEntryEvent) -> None:
         if isinstance(event, Started):
             self.started = event
         elif isinstance(event, FirstToken):

@@ -55,7 +55,7 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
             "compiled kernels cannot be kept, so every start compiles them: neither the installed source "
             "nor the user's cache folder can be written; NUMBA_CACHE_DIR names another folder"
         )
-    progress = _Progress(len(missing), report)
+    progress = _ProgressReporter(len(missing), report)
     most = (
         min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES)
         if are_kept
@@ -74,7 +74,7 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
         )
 
 
-class _Progress:
+class _ProgressReporter:
     """Progress reports, `REPORT_S` apart from the first one on; none if all were cached."""
 
     def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
@@ -110,7 +110,7 @@ def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
     return missing, left
 
 
-def _take(left: Sequence[Kernel], progress: _Progress) -> list[Kernel]:
+def _take(left: Sequence[Kernel], progress: _ProgressReporter) -> list[Kernel]:
     """Compile or load all kernels that no other process has locked; return the others."""
     locked = []
     for place, kernel in enumerate(left, 1):

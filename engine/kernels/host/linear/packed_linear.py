@@ -313,7 +313,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-class _Work(NamedTuple):
+class _Partition(NamedTuple):
     """The division of a product into items."""
 
     num_items: int
@@ -329,7 +329,7 @@ def _share_out(
     num_panels: int,
     num_threads: int,
     segments: Segments,
-) -> _Work:
+) -> _Partition:
     """Divide a product into groups of blocks.
 
     An item includes all rows if that gives every thread some items; otherwise the rows are divided
@@ -355,7 +355,7 @@ def _share_out(
     scratch_bytes = (
         _scratch_bytes(tile_rows, chunk_rows, group, num_panels) + chunk_rows * copy_row_bytes
     )
-    return _Work(
+    return _Partition(
         num_items * -(-num_chunks // share_chunks),
         scratch_bytes,
         (
@@ -385,7 +385,7 @@ def _copy_row_bytes(segments: Segments) -> int:
 @lru_cache(maxsize=4096)
 def _share_out_tiles(
     num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int
-) -> _Work:
+) -> _Partition:
     """Divide a product for many rows and tiles.
 
     A share of x stays in a core's private cache while all groups pass.
@@ -395,7 +395,7 @@ def _share_out_tiles(
         -(-_ITEMS_PER_THREAD * num_threads // num_groups), -(-num_rows * row_bytes // _SHARE_BYTES)
     )
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
-    return _Work(
+    return _Partition(
         num_groups * -(-num_chunks // share_chunks),
         _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),
         (
