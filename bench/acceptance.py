@@ -1,7 +1,7 @@
-"""`python -m bench.acceptance`: tokens that a request gets from one pass of the demo model with its
-draft.
+"""`python -m bench.acceptance`: tokens per request and pass of the demo model with its draft.
 
-Held-out prompts, greedy, through a whole cluster; the figures are the decode pool's own metrics.
+Held-out prompts run greedily through a whole cluster. The figures are the decode pool's own
+metrics.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def held_out_queries(count: int) -> list[Query]:
 
 
 async def ask_all(client: AsyncBatonClient, queries: Sequence[Query]) -> None:
-    """A few at a time."""
+    """Send the queries, a few at a time."""
     for start in range(0, len(queries), IN_FLIGHT):
         await asyncio.gather(
             *(
@@ -42,7 +42,7 @@ async def ask_all(client: AsyncBatonClient, queries: Sequence[Query]) -> None:
 
 
 async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Figures:
-    """What the decode pool's metrics gained."""
+    """Return what the metrics of the decode pool gained."""
     topk, steps, tokens = map(str, shape)
     config = ClusterConfig(
         model=demo_model(),

@@ -1,5 +1,4 @@
-"""Types of command line arguments: argparse refuses with one line what they raise an error for,
-before any work."""
+"""Types of command line arguments: argparse reports their errors in one line, before any work."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from runtime.errors import ConfigError
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number that is not less."""
+    """Return a type of whole numbers that are at least `least`."""
 
     def parsed(text: str) -> int:
         try:
@@ -28,7 +27,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def trace_file(text: str) -> list[Planned]:
-    """The requests of a trace, by its path."""
+    """Return the requests of the trace at this path."""
     try:
         return list(read_trace(Path(text)).planned)
     except ConfigError as error:

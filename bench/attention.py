@@ -1,10 +1,11 @@
-"""Attention alone, at the shape of Qwen3-0.6B (16 query heads, 8 kv heads of 128, bf16, pages of
-64): drawn tokens and prompts, beside torch's own attention over dense keys and beside another
-checkout, in turn.
+"""Attention alone, at the shape of Qwen3-0.6B: decode and prefill.
 
     OMP_NUM_THREADS=2 python -m bench.attention [--against CHECKOUT] [--json]
 
-`bandwidth`: bytes of keys and values per second, and what a sum over 512 MB reads in the same
+The shape is 16 query heads, 8 kv heads of 128, bf16, pages of 64. The references, in turn, are
+torch's own attention over dense keys and another checkout.
+
+`bandwidth`: bytes of keys and values per second, and the rate of a sum over 512 MB in the same
 minute.
 """
 
@@ -32,14 +33,14 @@ _DENSE_COPIES = 8
 
 
 class Dense:
-    """torch's attention, as if pages were dense already."""
+    """torch's attention over keys that are already dense."""
 
     def __init__(self) -> None:
         self._cached = torch.randn(_DENSE_COPIES, 2, 32, 8, 512, 128).bfloat16()
         self._turn = 0
 
     def time(self, kind: str, rows: int, length: int) -> float:
-        """Seconds per layer."""
+        """Return the seconds per layer."""
         queries = torch.randn(rows, 16, 1 if kind == "decode" else length, 128).bfloat16()
         prompt = torch.randn(2, 1, 8, length, 128).bfloat16()
         started = time.perf_counter()
@@ -56,7 +57,7 @@ class Dense:
 
 
 def read_bandwidth(memory: torch.Tensor) -> float:
-    """Bytes per second of one sum over the memory."""
+    """Return the bytes per second of one sum over the memory."""
     started = time.perf_counter()
     memory.sum()
     return memory.nbytes / (time.perf_counter() - started)

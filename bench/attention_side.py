@@ -1,8 +1,7 @@
-"""One side of `bench.attention`: the attention of the checkout that PYTHONPATH names, timed case by
-case.
+"""One side of `bench.attention`: the attention of the checkout in PYTHONPATH, timed case by case.
 
-A process of its own per checkout: it reads a case per line from stdin ("decode 8 512": rows and
-context; "prefill 1 512": rows and tokens) and answers with the seconds that each layer took.
+Each checkout has its own process. It reads one case per line from stdin ("decode 8 512": rows and
+context; "prefill 1 512": rows and tokens) and writes the seconds that each layer took.
 """
 
 import sys
@@ -20,7 +19,8 @@ from engine.core.rows import Row, build_batch
 GEOMETRY = AttentionGeometry(
     num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, scale=128**-0.5
 )
-NUM_LAYERS, MAX_ROWS, PAGES_PER_ROW = 6, 32, 9  # 450 MB of pages: what is read lies in no cache
+# 450 MB of pages, so that no cache holds what is read
+NUM_LAYERS, MAX_ROWS, PAGES_PER_ROW = 6, 32, 9
 PROMPT_PAGES = 33
 
 
@@ -28,14 +28,14 @@ def build(pools: Mapping[int, Tensor]) -> AttentionBackend:
     make: Callable[..., AttentionBackend] = CpuAttention
     try:
         return make(kv_pools=pools, geometry=GEOMETRY)
-    except TypeError:  # a checkout from before attention was one kernel
+    except TypeError:  # a checkout in which attention was not one kernel yet
         from engine.core.numerics import Numerics
 
         return make(kv_pools=pools, geometry=GEOMETRY, numerics=Numerics.EXACT)
 
 
 def tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated in place before, so dense."""
+    """Return queries, keys and values of `count` tokens; dense: they are rotated in place."""
     return tuple(torch.randn(count, heads, GEOMETRY.head_dim).bfloat16() for heads in (16, 8, 8))  # type: ignore[return-value]
 
 

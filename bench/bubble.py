@@ -1,10 +1,9 @@
-"""`python -m bench.bubble`: how much of the time the stages of a decode pool do not compute though
-there is work.
+"""`python -m bench.bubble`: share of time in which a decode stage has work but does not compute.
 
-A local cluster whose decode pool has two stages, each process on a core of its own, and streams
-that all decode at the same time. Between two looks at the pool's metrics `bubble_N` is the share of
-the time in which stage N ran no forward, `step_ms_N` what one took. The stage that computes for
-longer is the one that counts, `bubble`: the other has to wait for it.
+A local cluster has a decode pool of two stages, each process on its own core, and streams that all
+decode at the same time. Between two reads of the pool's metrics, `bubble_N` is the share of time in
+which stage N ran no forward, and `step_ms_N` the duration of one. `bubble` is that of the stage
+that computes longer, as the other has to wait for it.
 """
 
 import argparse
@@ -55,7 +54,9 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                         task.result()
             figures = await look(await decode_ports(cluster), tokens, flags.seconds)
             if any(task.done() for task in streams):
-                raise SystemExit(f"a stream ended within {flags.seconds:g} s: look for less long")
+                raise SystemExit(
+                    f"a stream ended within {flags.seconds:g} s: measure for a shorter time"
+                )
             return figures
         finally:
             for task in streams:
@@ -64,7 +65,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str, Value]:
-    """At both stages, while all streams run."""
+    """Return the figures of both stages while all streams run."""
     first = (await ports.leader(), await ports.last_stage())
     others, began_s, began_tokens = OtherLoad(), time.monotonic(), sum(tokens)
     await asyncio.sleep(seconds)

@@ -1,27 +1,28 @@
-"""`python -m bench.cache`: what the prefix cache gives and what it costs, on a whole local cluster.
+"""`python -m bench.cache`: gain and cost of the prefix cache, on a whole local cluster.
 
-A prefill worker and a decode worker on a core each, with random bf16 weights of Qwen3-0.6B's shape.
-Turns alternate, and a ratio is the median over pairs of neighboring turns, so that a machine that
-drifts slows both sides; `_least` is the ratio of both sides' least, which other work touches last,
-and `cpu` one of CPU time, which does not count waits for a core.
+A prefill worker and a decode worker have a core each, with random bf16 weights of Qwen3-0.6B's
+shape. Turns alternate. A ratio is the median over pairs of neighboring turns, so that a drift of
+the machine's speed slows both sides. `_least` is the ratio of both sides' minimum, which other work
+disturbs least. `cpu` is a ratio of CPU time, which excludes waits for a core.
 
-    ttft_ratio        first token of a prompt of which 90 % is there / of one of which nothing is, one at a time
-    miss_ttft_ratio   first token of prompts of which nothing is there / of such that decline the cache, one at a time
-    miss_rate_ratio   the same two: prompts answered per second, four at a time
-    miss_cpu_ratio    the same two: CPU time of all processes per answer
-    itl_p99_ratio     gap between the messages of streams while warm turns arrive / while none do
+    ttft_ratio        first token of a prompt cached to 90 % / of an uncached one, one by one
+    miss_ttft_ratio   first token of uncached prompts / with the cache declined, one by one
+    miss_rate_ratio   the same two: responses per second, four at a time
+    miss_cpu_ratio    the same two: CPU time of all processes per response
+    itl_p99_ratio     gap between messages of streams while warm turns arrive / while none do
 
-Bars: at most 0.15, 1.02, at least 0.98, at most 1.02, 1.1. `--parts` takes some of: reuse, misses,
-others. `foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
+Bars: at most 0.15, 1.02, at least 0.98, at most 1.02, 1.1. `--parts` selects from: reuse, misses,
+others. `foreign_cores` is the number of cores that other processes used; above 0.2 the figures are
+noise.
 
-Only whole pages are reused: of the default's 30 pages of 64 tokens a warm prompt finds 27, nine
-tenths. Streams have prompts as long as those of warm turns, and none ends while gaps are measured:
-each row more makes steps longer by what its context takes, so what one row adds is told apart as
-`itl_p50_prefill_ratio` (while a warm prompt is computed) and `itl_p50_row_ratio` (while its answer
-is drawn).
+Only whole pages are reused. With the default of 30 pages of 64 tokens a warm prompt finds 27, nine
+tenths. Streams have prompts as long as those of warm turns, and none ends while gaps are measured.
+Each further row makes steps longer by the cost of its context. That cost is shown separately, as
+`itl_p50_prefill_ratio` (while a warm prompt is prefilled) and `itl_p50_row_ratio` (while its
+response is generated).
 
-With `--local-rest-tokens`, and a `--reused-share` that leaves no more than these, the decode worker
-reads the rest of warm turns itself; `local_rests` says how many.
+With `--local-rest-tokens`, and a `--reused-share` that leaves at most that number, the decode
+worker prefills the rest of warm turns itself; `local_rests` counts them.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from bench.report import OtherLoad, Value, process_cpu_s
 MAX_CONTEXT = 4096
 ANSWER_TOKENS = 8
 AT_ONCE = 4
-SETTLE_S = 0.5  # what was cancelled is off the workers
+SETTLE_S = 0.5  # until workers have released what was cancelled
 TIMEOUT_S = 600.0
 BARS = {
     "ttft_ratio": (0.0, 0.15),
@@ -64,7 +65,7 @@ BARS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """What every part has. `cluster`'s processes are those that CPU time is counted of."""
+    """Inputs that every part shares; CPU time is that of `cluster`'s processes."""
 
     cluster: LocalCluster
     client: AsyncBatonClient
@@ -72,7 +73,7 @@ class Bench:
     flags: argparse.Namespace
 
     def cpu_s(self, role: str = "") -> float:
-        """CPU time so far of the processes of a role, or of all."""
+        """Return the CPU time so far of the processes of a role, or of all."""
         found = [
             process.pid for name, process in self.cluster.processes.items() if name.startswith(role)
         ]
@@ -81,8 +82,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Told:
-    """One answer: when its messages came, after it was asked for, and how much of its prompt was
-    there."""
+    """Response: arrival times of its messages after sending, and cached tokens of its prompt."""
 
     times_s: tuple[float, ...]
     cached_tokens: int
@@ -99,8 +99,10 @@ async def ask(client: AsyncBatonClient, query: Query) -> Told:
 
 
 class RandomPrompts:
-    """Of random tokens; the same seed gives the same ones. Warm ones share `reused_share` with one
-    before."""
+    """Source of random prompts; the same seed gives the same ones.
+
+    Warm prompts share `reused_share` with an earlier one.
+    """
 
     def __init__(self, num_tokens: int, reused_share: float) -> None:
         self._num_tokens, self._num_reused = num_tokens, round(reused_share * num_tokens)
@@ -113,7 +115,8 @@ class RandomPrompts:
         return query_of(self.tokens(self._num_tokens))
 
     def warm(self, before: Query) -> Query:
-        """Of whose prompt the shared part is there, once `before` was answered."""
+        """Return a query whose prompt shares its beginning with that of `before`, which ran
+        earlier."""
         assert isinstance(before.prompt, tuple)
         return query_of(
             (*before.prompt[: self._num_reused], *self.tokens(self._num_tokens - self._num_reused))
@@ -131,7 +134,7 @@ def query_of(prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Query:
 
 @dataclass
 class Sides:
-    """What one and the other side of a ratio took, turn by turn."""
+    """Figures of both sides of a ratio, turn by turn."""
 
     side: list[float] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
@@ -169,14 +172,14 @@ async def reuse(bench: Bench) -> dict[str, Value]:
 
 
 async def _timed(bench: Bench, query: Query) -> tuple[float, float, int]:
-    """To the first token, prefill's CPU time, and tokens of the prompt that were there."""
+    """Return the time to the first token, prefill's CPU time, and cached prompt tokens."""
     began_s = bench.cpu_s("prefill")
     told = await ask(bench.client, query)
     return told.times_s[0], bench.cpu_s("prefill") - began_s, told.cached_tokens
 
 
 async def misses(bench: Bench) -> dict[str, Value]:
-    """Every other turn declines the cache. The cache is full of what earlier turns left."""
+    """Decline the cache in every other turn; the cache is full of earlier turns."""
     ttfts, gaps, cpus = Sides(), Sides(), Sides()
     for turn in range(bench.flags.miss_turns):
         order = (True, False) if turn % 2 else (False, True)
@@ -201,8 +204,8 @@ async def misses(bench: Bench) -> dict[str, Value]:
 
 
 async def _missed_turn(bench: Bench, *, uses_cache: bool) -> tuple[float, float, float]:
-    """First token of one prompt; seconds per answer of several at once; CPU time per answer of all
-    processes."""
+    """Return the time to the first token of one prompt, and seconds and CPU time per response of
+    several."""
     began_cpu_s = bench.cpu_s()
     first, *rest = [
         replace(query_of(bench.prompts.tokens(bench.flags.miss_tokens)), prefix_cache=uses_cache)
@@ -217,13 +220,13 @@ async def _missed_turn(bench: Bench, *, uses_cache: bool) -> tuple[float, float,
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """A stretch of time."""
+    """Interval of time."""
 
     began_s: float
     ended_s: float
 
     def gaps(self, streams: Iterable[Sequence[float]]) -> list[float]:
-        """Those between messages of the same stream that lie within."""
+        """Return the gaps inside the interval between messages of the same stream."""
         return [
             late - early
             for times in streams
@@ -233,7 +236,7 @@ class TimeSpan:
 
 
 async def others(bench: Bench) -> dict[str, Value]:
-    """Streams that go on; warm turns come in every other window of time."""
+    """Measure running streams while warm turns arrive in every other window."""
     flags, before = bench.flags, bench.prompts.cold()
     await ask(bench.client, before)
     streams: list[list[float]] = [[] for _ in range(flags.streams)]
@@ -269,8 +272,7 @@ async def others(bench: Bench) -> dict[str, Value]:
 async def _window(
     bench: Bench, before: Query, *, is_warm: bool
 ) -> tuple[TimeSpan, list[tuple[TimeSpan, TimeSpan]]]:
-    """It, and of each warm turn in it when its prompt was computed and when its answer was
-    drawn."""
+    """Return the window, and the intervals of prefill and decode of each warm turn in it."""
     spans: list[tuple[TimeSpan, TimeSpan]] = []
     asking = asyncio.create_task(_keep_asking(bench, before, spans)) if is_warm else None
     began_s = time.monotonic()
@@ -284,7 +286,7 @@ async def _window(
 
 
 async def _read(bench: Bench, query: Query, times: list[float]) -> None:
-    """An answer as long as the context allows, and when its messages came."""
+    """Read a response as long as the context allows; record when its messages arrive."""
     most = MAX_CONTEXT - len(query.prompt)
     endless = replace(query, stop=Stop(max_tokens=most, ignore_eos=True))
     async with contextlib.aclosing(bench.client.generate(endless, timeout_s=TIMEOUT_S)) as events:
@@ -333,7 +335,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     )
     async with running_cluster(config) as (cluster, client):
         for _ in range(2):
-            await ask(client, prompts.cold())  # warms up
+            await ask(client, prompts.cold())  # warm-up
         others_load = OtherLoad()
         values: dict[str, Value] = {"prompt_tokens": flags.prompt_tokens, "turns": flags.turns}
         for part in flags.parts.split(","):

@@ -1,21 +1,19 @@
-"""`python -m bench.cache_bound TRACE`: how much sooner first tokens can come at most when a trace's
-prompts are cached.
+"""`python -m bench.cache_bound TRACE`: upper bound of a cache's gain in time to first token.
 
-A queue of one line and `--servers` prefill workers, without handoff and decode. A token takes one
-unit of time, and one more for each `--attention-tokens` before it (0: attention costs nothing). The
-base side computes every prompt whole, oldest first, at `--load` times what it serves. The other
-side has a cache that is shared, endless and filled at once: what an earlier prompt left is never
-computed again, wherever it comes. What any router can do of it:
+The model is one queue and `--servers` prefill workers, without handoff and decode. A token takes
+one unit of time, and one more for each `--attention-tokens` before it (0: attention is free). The
+base side computes every prompt whole, oldest first, at `--load` times its capacity. The other side
+has a cache that is shared, unlimited and filled at once, so a token is never computed twice, on any
+worker. Figures:
 
-    reused_share     tokens that are there
-    warm_load        how busy the workers are that compute the rest only
-    fifo_ratio       p90 of the time to a first token, oldest first / the base's
-    shortest_ratio   the same, where the prompt with the least left always computes, and interrupts others
-    own_ratio        the same, where nobody waits for anybody
+    reused_share     share of tokens that are cached
+    warm_load        utilization of the workers that compute only the rest
+    fifo_ratio       p90 of the time to first token, oldest first / the base's
+    shortest_ratio   the same, if the prompt with the least work left preempts the others
+    own_ratio        the same, without any queueing
 
-No router comes below `own_ratio`, and none that lets prompts begin in their order below
-`fifo_ratio`, if the other router it is compared with is as good as the base: no hits at all, but no
-worker idle while prompts wait.
+No router is below `own_ratio`. None that starts prompts in order is below `fifo_ratio`, if the
+router it is compared with is as good as the base: no hits, and no idle worker while prompts wait.
 """
 
 import argparse
@@ -31,8 +29,7 @@ from bench.report import Value, render
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt: when it comes, and the work of all of it and of what is not there, in units of a
-    token."""
+    """Prompt: its arrival, its total work, and the work of its uncached part, in token units."""
 
     at: float
     whole: float
@@ -40,7 +37,7 @@ class Job:
 
 
 def jobs_of(trace: Sequence[Planned], attention_tokens: int) -> list[Job]:
-    """At the trace's own pace."""
+    """Return the jobs of a trace, at the trace's own pace."""
     known: set[int] = set()
     jobs = []
     for planned in trace:
@@ -58,12 +55,12 @@ def jobs_of(trace: Sequence[Planned], attention_tokens: int) -> list[Job]:
 
 
 def work_of(num_tokens: int, attention_tokens: int) -> float:
-    """Of the first so many tokens of a prompt."""
+    """Return the work of the first `num_tokens` tokens of a prompt."""
     return num_tokens + (num_tokens**2 / (2 * attention_tokens) if attention_tokens else 0)
 
 
 def in_order(arrivals: Sequence[float], works: Sequence[float], num_servers: int) -> list[float]:
-    """From arrival to end, where whoever came first begins as soon as a server is free."""
+    """Return the times from arrival to end, if the oldest job starts when a server is free."""
     free, taken = [0.0] * num_servers, []
     for at, work in zip(arrivals, works, strict=True):
         end = max(at, heapq.heappop(free)) + work
@@ -75,7 +72,7 @@ def in_order(arrivals: Sequence[float], works: Sequence[float], num_servers: int
 def shortest_first(
     arrivals: Sequence[float], works: Sequence[float], num_servers: int
 ) -> list[float]:
-    """From arrival to end, where those with the least left are served at any time."""
+    """Return the times from arrival to end, if jobs with the least work left run first."""
     taken, left = [0.0] * len(works), list[tuple[float, int]]()
     now, num_arrived = 0.0, 0
     while left or num_arrived < len(works):

@@ -1,12 +1,11 @@
-"""`python -m bench.cache_policy TRACE --capacity TOKENS`: which share of a trace's prompt tokens a
-prefix cache serves.
+"""`python -m bench.cache_policy TRACE --capacity TOKENS`: hit rate of a prefix cache on a trace.
 
-Replays the prompts of a trace against `pool.prefix.tree`, with its choice of snapshots and of what
-to give up, and without a model: a prompt is computed the moment it comes. TRACE is in Mooncake's
+Replays the prompts of a trace against `pool.prefix.tree`, with its choice of snapshots and
+evictions, and without a model: each prompt is computed instantly on arrival. TRACE is in Mooncake's
 format: JSON lines with `timestamp` (ms), `input_length` (tokens) and `hash_ids` (one per block;
-equal ids, equal prompts up to there). Memory of `--capacity` tokens is divided between pages and
-snapshots (`SNAPSHOT_SHARE`); `--state-tokens` is what a snapshot takes, in tokens, 0 for a model
-without recurrent states.
+prompts are equal as long as their ids are). Memory of `--capacity` tokens is divided between pages
+and snapshots (`SNAPSHOT_SHARE`). `--state-tokens` is the size of a snapshot in tokens, 0 for a
+model without recurrent states.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class TracedPrompt:
-    """`blocks`: the names of its whole blocks."""
+    """Prompt of a trace; `blocks` are the ids of its whole blocks."""
 
     at_s: float
     num_tokens: int
@@ -34,7 +33,7 @@ class TracedPrompt:
 
 
 def read_trace(path: Path, block_tokens: int) -> Iterator[TracedPrompt]:
-    """Raises ConfigError naming the line that is not one of a trace."""
+    """Yield the prompts of a trace, or raise ConfigError naming the invalid line."""
     try:
         with path.open() as lines:
             for number, line in enumerate(lines, 1):
@@ -64,8 +63,7 @@ def _prompt(line: str, where: str, block_tokens: int) -> TracedPrompt:
 
 
 class CachedPool:
-    """Pages and snapshot slots of one pool, all of them its cache's but while a prompt is
-    computed."""
+    """Pages and snapshot slots of one pool; all belong to its cache, except during a prompt."""
 
     def __init__(self, rule: ResumeRule, num_pages: int, num_slots: int) -> None:
         self._clock = ManualClock()
@@ -77,7 +75,7 @@ class CachedPool:
         self._pages, self._slots = list(range(1, num_pages + 1)), list(range(1, num_slots + 1))
 
     def compute(self, prompt: TracedPrompt) -> int:
-        """Returns how many of its tokens were there."""
+        """Compute a prompt; return the number of its tokens that were cached."""
         self._clock.advance(prompt.at_s - self._clock.now())
         found = self._tree.find(prompt.blocks, prompt.num_tokens)
         self._tree.resumed(prompt.blocks, found.num_tokens)
@@ -120,9 +118,10 @@ class CachedPool:
 def replay(
     prompts: Iterable[TracedPrompt], capacity: int, state_tokens: int, block_tokens: int
 ) -> dict[str, Value]:
-    """`token_hit`: the share of all tokens that were there when their prompt came.
+    """Return the figures of a trace; `token_hit` is the share of tokens cached on arrival.
 
-    Raises ConfigError if not even one snapshot or one of the prompts has room.
+    Raises:
+        ConfigError: a snapshot or a prompt does not fit.
     """
     num_slots = capacity // SNAPSHOT_SHARE // state_tokens if state_tokens else 0
     if state_tokens and not num_slots:
@@ -140,7 +139,7 @@ def replay(
         if len(prompt.blocks) > num_pages:
             raise ConfigError(
                 f"a prompt of {prompt.num_tokens} tokens does not fit into {num_pages} pages of "
-                f"{block_tokens}: a larger capacity is needed",
+                f"{block_tokens}: increase the capacity",
                 field="capacity",
             )
         num_prompts += 1

@@ -1,17 +1,16 @@
-"""`python -m bench.cache_pressure`: requests that share prompts, some of them dropped, on pools
-that cannot keep all.
+"""`python -m bench.cache_pressure`: requests with shared prompts, on pools too small to cache all.
 
-A prefill worker and a decode worker with few pages; prompts that go on from a few common
-beginnings. `--dropped` of the requests are given up at a random moment of their life. The others
-must be answered as the same prompts are with the cache declined, tokens and logprobs. After every
-`--round` requests the cluster is left idle: nothing may be held then, and the workers' own checks,
-by which free, cached and leased pages come to all there are, must find nothing.
+A prefill worker and a decode worker have few pages; prompts extend a few common beginnings. A share
+of `--dropped` requests is cancelled at a random moment. The others must match the responses to the
+same prompts with the cache declined, in tokens and logprobs. After every `--round` requests the
+cluster idles. Nothing may be held then, and the workers' own checks must pass: free, cached and
+leased pages add up to the total.
 
-    right, wrong, lost    requests that were not dropped: answered as expected, otherwise, or with an error
+    right, wrong, lost    uncancelled requests: as expected, different, or with an error
     leaked                idle moments at which a page or slot was held, or a check failed
-    cached_tokens, unsent_tokens           of prompts: not computed, and not sent
-    evicted_pages, decode_evicted_pages    that the workers' caches gave up for others
-    preemptions           requests that the decode worker set back for want of pages
+    cached_tokens, unsent_tokens           prompt tokens that were not computed, and not sent
+    evicted_pages, decode_evicted_pages    pages that the workers' caches evicted
+    preemptions           requests that the decode worker preempted for lack of pages
 """
 
 import argparse
@@ -36,7 +35,7 @@ from runtime.errors import BatonError
 NUM_DISTINCT, NUM_ROOTS = 60, 5
 PAGES = ("--page-size", "16", "--num-pages", "90", "--max-running", "6", "--max-context", "512")
 CONCURRENCY = 16
-IDLE_CHECK_S = 1.5  # a pool that stays idle for longer has checked itself
+IDLE_CHECK_S = 1.5  # a pool that is idle for longer has run its checks
 TIMEOUT_S = 120.0
 
 
@@ -67,7 +66,7 @@ def shown(completion: Completion) -> tuple[object, ...]:
 
 
 class Pressure:
-    """Requests, one after another of `queries`, and what became of them."""
+    """Requests, each one of `queries`, and their outcomes."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ def holds_nothing(status: ClusterStatus) -> bool:
 
 
 async def leaks(cluster: LocalCluster, client: AsyncBatonClient) -> bool:
-    """Whether something is held by an idle cluster, or one of its own checks has failed."""
+    """Return whether an idle cluster holds anything, or one of its own checks has failed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(30):
             await until(client, holds_nothing)
@@ -131,7 +130,7 @@ async def leaks(cluster: LocalCluster, client: AsyncBatonClient) -> bool:
 
 
 async def workers_figures(cluster: LocalCluster) -> dict[str, Figures]:
-    """By the processes' names."""
+    """Return the figures by process name."""
     return {
         name: await asyncio.to_thread(scrape, process.announcement.metrics_port)
         for name, process in cluster.processes.items()

@@ -1,15 +1,15 @@
-"""`python -m bench.cache_trace TRACE`: a trace's first tokens, with routers that know caches and
+"""`python -m bench.cache_trace TRACE`: time to first token on a trace, with cache-aware routing and
 without.
 
-Two workers of each role with the demo model, a router and the client on one machine, a fresh
-cluster for each turn: `--policy prefix_cache` and `--policy least_load` in alternate order, and
-figures are medians over `--turns` of either. TRACE is in Mooncake's format; lengths are divided by
---scale, and prompts that begin with the same blocks there begin with the same tokens here. How many
-requests a second the workers serve is measured first, with all of them at once, by load, unless
-`--capacity` says it; then they come at --load times that rate, spread as in the trace.
+Two workers of each role with the demo model, a router and the client run on one machine, in a fresh
+cluster for each turn. `--policy prefix_cache` and `--policy least_load` alternate; figures are
+medians over `--turns` of each. TRACE is in Mooncake's format. Lengths are divided by --scale, and
+prompts that begin with the same blocks in the trace begin with the same tokens here. The capacity
+in requests per second is measured first, with all requests at once and by load, unless `--capacity`
+gives it. Requests then arrive at --load times that rate, distributed as in the trace.
 
 Bar: `ttft_p90_ratio`, prefix_cache / least_load, the median over pairs of turns, at most 0.2.
-`bench.cache_bound` says what is possible.
+`bench.cache_bound` computes the bound.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SHOWN = ("ttft_s_p50", "ttft_s_p90", "tpot_s_p90", "failed")
 
 
 def query_of(info: ModelInfo, index: int, planned: Planned, scale: int) -> Query:
-    """A request of the trace, so many times shorter. A block has the same tokens wherever it is."""
+    """Return a request of the trace, shorter by `scale`; equal blocks have equal tokens."""
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
     num_output = max(1, min(planned.output_tokens // scale, info.max_context_tokens // 2))
     num_prompt = max(1, min(planned.prompt_tokens // scale, info.max_context_tokens - num_output))
@@ -58,7 +58,7 @@ def query_of(info: ModelInfo, index: int, planned: Planned, scale: int) -> Query
 async def asked(
     policy: Policy, flags: argparse.Namespace, trace: Sequence[Planned], arrivals_s: Sequence[float]
 ) -> Mapping[str, float | None]:
-    """What a fresh cluster makes of it."""
+    """Return the figures of a trace on a fresh cluster."""
     config = ClusterConfig(
         model=flags.model,
         prefill=2,

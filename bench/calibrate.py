@@ -1,18 +1,17 @@
-"""`python -m bench.calibrate`: what workers take for what they do, measured on a local cluster for
-`baton simulate`.
+"""`python -m bench.calibrate`: costs of workers, measured on a local cluster for `baton simulate`.
 
---workers of each role are up on the cores of this machine, and get several short loads while
-everything runs: long prompts and short ones, long answers and short ones, some requests at a time
-and many. What prefill workers, decode workers, and router and client together spend on each load,
-in seconds of a core, is what requests, tokens and steps have cost: least squares of that, none
-below 0, as `sim.costs` describes them. A last load is more than the cluster can serve. By how long
-its simulation takes for it the last cost is found: how fast cores are with all this. Costs go to
---output. What a cluster of one machine cannot show, bandwidth between hosts and how long a start
-takes elsewhere, stays as in --like.
+--workers of each role run on the cores of this machine and get several short loads: long and short
+prompts, long and short responses, few and many requests at a time. Each load gives the core seconds
+of prefill workers, of decode workers, and of router and client together. The costs of requests,
+tokens and steps are the nonnegative least squares solution, as `sim.costs` describes them. A last
+load exceeds the capacity of the cluster. The ratio of its duration to that of its simulation gives
+the last cost: the speed of cores with all processes busy. The costs are written to --output. Costs
+that one machine cannot show, such as bandwidth between hosts and startup times, are copied from
+--like.
 
-With --compare, as with `--compare 0.6 2`, the cluster then gets other loads of that shape, and
-again the short ones after each, and every figure is shown beside that of a simulation by the costs
-from right before and right after.
+With --compare, as in `--compare 0.6 2`, the cluster then gets other loads of that shape, and the
+short ones again after each. Every figure is shown next to that of a simulation with the costs from
+right before and right after.
 """
 
 import argparse
@@ -41,9 +40,9 @@ from sim.costs import Costs, MachineCosts
 from sim.fleet import FleetConfig, simulate
 from sim.router import RouterOptions
 
-POLICY = Policy.LEAST_LOAD  # all workers of a role get as much
+POLICY = Policy.LEAST_LOAD  # all workers of a role get equal shares
 SHAPE = Shape(Lengths.parse("uniform:512-1536"), Lengths.parse("uniform:8-24"))
-SHAPES = (  # and how many requests at a time, of each worker of a role
+SHAPES = (  # with the number of concurrent requests, for each worker of a role
     (SHAPE, 6),
     (SHAPE, 1),
     (Shape(Lengths.parse("uniform:16-128"), SHAPE.output), 4),
@@ -52,17 +51,15 @@ SHAPES = (  # and how many requests at a time, of each worker of a role
     (Shape(Lengths.parse("uniform:16-128"), Lengths.parse("uniform:32-64")), 6),
 )
 WARM_S = 2.0  # of the first of these, before anything is measured
-OVERLOAD, OVERLOADS = 1.6, 2  # times what costs allow, for so many times --seconds-each
-LATENCY_S = 3e-4  # of a message on one machine, beside what its ends compute
-ONE_BYTE = (
-    1  # of a token that is handed over there: it costs cores, which are measured, and no bandwidth
-)
+OVERLOAD, OVERLOADS = 1.6, 2  # multiples of the capacity by the costs, and of --seconds-each
+LATENCY_S = 3e-4  # of a message on one machine, besides the computation at its ends
+ONE_BYTE = 1  # of a token handed over there: it costs measured cores, and no bandwidth
 SLO = Slo(1, 1)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What several loads cost, and an overload: what was asked, and what came of it."""
+    """Results of several loads and an overload."""
 
     spent: tuple[Spent, ...]
     overloads: tuple[Asked, ...]
@@ -73,7 +70,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrator:
-    """Of a cluster with so many workers of each role. `like`: costs that are not measured."""
+    """Calibrator of a cluster with `num_workers` of each role; `like`: other costs."""
 
     client: AsyncBatonClient
     info: ModelInfo
@@ -83,7 +80,7 @@ class Calibrator:
     seconds_each: float
 
     async def run(self, seed: int) -> Calibration:
-        """All loads once."""
+        """Run all loads once."""
         spent = []
         for number, (shape, at_once) in enumerate(SHAPES):
             load = ClosedLoad(
@@ -96,7 +93,7 @@ class Calibrator:
         return Calibration((*spent, more), (asked,))
 
     def fitted(self, spent: Sequence[Spent]) -> Costs:
-        """By what loads cost."""
+        """Return the costs fitted to the loads."""
         prefill = fitted(
             [(each.requests, each.chunks, each.prompt_tokens) for each in spent],
             [each.core_s[PREFILL] for each in spent],
@@ -136,7 +133,7 @@ class Calibrator:
         )
 
     def costs(self, found: Calibration) -> Costs:
-        """All of them. Takes some seconds."""
+        """Return all costs; takes some seconds."""
         costs, speed = self.fitted(found.spent), 1.0
         for _ in range(2):
             took = [
@@ -147,7 +144,7 @@ class Calibrator:
         return _at(costs, speed)
 
     def fleet(self, costs: Costs, seed: int) -> FleetConfig:
-        """The cluster, in a simulation."""
+        """Return the cluster as a simulated fleet."""
         return FleetConfig(
             self.num_workers,
             self.num_workers,
@@ -159,7 +156,7 @@ class Calibrator:
     async def compared(
         self, load: float, seconds: float, before: Calibration, seed: int
     ) -> tuple[dict[str, Value], Calibration]:
-        """Figures of the cluster and of its simulation; and what is measured after that."""
+        """Return the figures of cluster and simulation, and the calibration after them."""
         rate = load * capacity(await asyncio.to_thread(self.costs, before), SHAPE, self.num_workers)
         asked = await OpenLoad(_within(SHAPE, self.info), rate, seconds).ask(
             self.client, self.info, seed
@@ -188,8 +185,10 @@ class Calibrator:
 
 
 def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """What each cause takes: least squares of relative errors; a cause that would take less than
-    nothing takes none, and the others are fitted without it."""
+    """Return the cost of each cause, by least squares of relative errors.
+
+    A cause with a negative cost gets 0, and the others are fitted without it.
+    """
     weights = 1 / np.asarray(seconds)
     matrix, left = np.asarray(causes, dtype=float) * weights[:, None], list(range(len(causes[0])))
     while True:
@@ -203,8 +202,10 @@ def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple
 
 
 def capacity(costs: Costs, shape: Shape, num_workers: int) -> float:
-    """Requests per second that so many workers of each role can serve with all cores busy, by their
-    costs alone, where every answer is drawn in rounds of its own."""
+    """Return the capacity of `num_workers` of each role by their costs, in requests per second.
+
+    All cores are busy, and every response is decoded in rounds of its own.
+    """
     prompt, output = (
         (lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output)
     )
@@ -231,12 +232,12 @@ def capacity(costs: Costs, shape: Shape, num_workers: int) -> float:
 
 
 def _at(costs: Costs, speed: float) -> Costs:
-    """Of cores that fast."""
+    """Return the costs for cores of this speed."""
     return costs.model_copy(update={"machine": costs.machine.model_copy(update={"speed": speed})})
 
 
 def _within(shape: Shape, info: ModelInfo) -> Shape:
-    """Prompts cut to what the model's context leaves."""
+    """Return the shape with prompts cut to the model's context."""
     most = info.max_context_tokens - shape.output.second
     return replace(
         shape,
@@ -249,7 +250,7 @@ def _within(shape: Shape, info: ModelInfo) -> Shape:
 async def like_cluster(
     client: AsyncBatonClient, info: ModelInfo, like: Costs, num_workers: int
 ) -> Costs:
-    """With the sizes of the workers behind `client`."""
+    """Return the costs with the sizes of the workers of `client`."""
     load = await client.load()
     chunk_tokens, max_running, max_queued = (
         int(WorkerConfig.model_fields[name].default)

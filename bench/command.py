@@ -1,5 +1,4 @@
-"""What benchmarks that start a cluster have in common: the cluster, their command line, how they
-report and end."""
+"""Common parts of benchmarks with a cluster: cluster, command line, report and exit code."""
 
 import argparse
 import asyncio
@@ -23,7 +22,7 @@ LOOK_S = 0.02  # between two looks at a router's workers
 async def running_cluster(
     config: ClusterConfig, *, retry: Retry = DEFAULT_RETRY
 ) -> AsyncIterator[tuple[LocalCluster, AsyncBatonClient]]:
-    """The cluster, whose lines go to stderr, and a client of its router."""
+    """Run a cluster whose lines go to stderr; yield it with a client of its router."""
     async with (
         LocalCluster(
             config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)
@@ -34,13 +33,13 @@ async def running_cluster(
 
 
 async def until(client: AsyncBatonClient, holds: Callable[[ClusterStatus], bool]) -> None:
-    """Returns with the first status of which it holds. The caller limits the wait."""
+    """Return when `holds` is true of the status; the caller limits the wait."""
     while not holds(await client.cluster_status()):  # noqa: ASYNC110 - a router has no event for it
         await asyncio.sleep(LOOK_S)
 
 
 def benchmark_flags(text: str | None) -> argparse.ArgumentParser:
-    """A parser that shows `text`, the benchmark's docstring, as it is."""
+    """Return a parser that shows `text`, the docstring of the benchmark, unchanged."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,8 +53,10 @@ def run_benchmark(
     measure: Callable[[argparse.Namespace], Coroutine[Any, Any, Mapping[str, Value]]],
     problems: Callable[[Mapping[str, Value]], Sequence[str]] = lambda values: (),
 ) -> int:
-    """Measures as the command line says and prints the report. Returns the exit code: 1 for an
-    error, and where `problems` finds any in the figures."""
+    """Measure as the command line says, print the report and return the exit code.
+
+    The code is 1 for an error, or if `problems` finds any in the figures.
+    """
     flags = parser.parse_args()
     try:
         values = asyncio.run(measure(flags))
@@ -70,5 +71,5 @@ def run_benchmark(
 
 
 def failed_requests(values: Mapping[str, Value]) -> list[str]:
-    """Of a report with `failed`."""
+    """Return the problem of a report with `failed` requests."""
     return [f"{values['failed']} requests failed"] if values["failed"] else []

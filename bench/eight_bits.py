@@ -1,12 +1,14 @@
-"""`python -m bench.eight_bits`: what weights in eight bits cost in accuracy and give in speed.
+"""`python -m bench.eight_bits`: accuracy and speed of eight-bit weights.
 
-Accuracy, of the demo model (over stories as it was trained on) and of a random one of Qwen3-0.6B's
-shape, of each position of the same text: `error`, the root of the mean square by which logits
-differ from those of whole weights, over their spread; `agreement`, the share of positions whose
-most likely token is the same, and `decided_agreement`, the same where the most likely one leads by
-more than 1 in log probability. Speed: `bench.engine`'s cases with int8 as ours and bf16 as the
-reference, processes that take turns on the same cores; a ratio above 1 is int8's gain.
-`foreign_cores` is how many cores other processes took: above 0.2 the figures are noise.
+Accuracy is measured on the demo model (over stories like those of its training) and on a random
+model of Qwen3-0.6B's shape, at each position of the same text. `error` is the root mean square
+difference of the logits from those of full weights, over their standard deviation. `agreement` is
+the share of positions with the same most likely token. `decided_agreement` is the same for
+positions whose most likely token leads by more than 1 in log probability.
+
+Speed runs `bench.engine`'s cases with int8 as ours and bf16 as the reference, in processes that
+take turns on the same cores; a ratio above 1 is int8's gain. `foreign_cores` is the number of cores
+that other processes used; above 0.2 the figures are noise.
 """
 
 import argparse
@@ -32,8 +34,7 @@ NUM_TOKENS, PAGE_SIZE, DECIDED = 384, 64, 1.0
 
 @torch.inference_mode()
 def accuracy(whole: ModelDescription, tokens: list[int]) -> dict[str, Value]:
-    """Of int8 against the same model with its own weights, at every position of these tokens but
-    the last."""
+    """Return the accuracy of int8 against the model's own weights, without the last position."""
     ours, theirs = (
         _logits(replace(whole, in_bytes=in_bytes), tokens) for in_bytes in (True, False)
     )
@@ -51,7 +52,7 @@ def accuracy(whole: ModelDescription, tokens: list[int]) -> dict[str, Value]:
 
 
 def _logits(description: ModelDescription, tokens: list[int]) -> Tensor:
-    """[len(tokens) - 1, vocab]"""
+    """Return the logits, [len(tokens) - 1, vocab]."""
     driver = StageDriver(description, page_size=PAGE_SIZE, num_sequences=1, max_tokens=len(tokens))
     batch = driver.batch(ForwardMode.PREFILL, {0: tokens}, draw=False)
     batch.scoring = (ScoringRow(tuple(tokens[1:]), num_top=0),)
@@ -61,7 +62,7 @@ def _logits(description: ModelDescription, tokens: list[int]) -> Tensor:
 
 
 def demo_tokens() -> list[int]:
-    """Of stories that the demo model did not see."""
+    """Return tokens of stories that were not in the demo model's training data."""
     tokenizer = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
     tokens: list[int] = []
     for document in documents(1 << 20, max_facts=4, task_share=0.1):
@@ -72,7 +73,7 @@ def demo_tokens() -> list[int]:
 
 
 def speed(*, threads: int, rounds: int, steps: int, context: int) -> dict[str, Value]:
-    """See `bench.engine.measure`."""
+    """Return the figures of `bench.engine.measure`."""
     max_tokens = context + 2 + (rounds + 1) * (steps + 1)
     arguments = [
         f"--threads={threads}",

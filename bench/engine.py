@@ -1,13 +1,12 @@
-"""`python -m bench.engine`: a model of Qwen3-0.6B's shape beside transformers' `generate`, on the
-same cores in turn.
+"""`python -m bench.engine`: a model of Qwen3-0.6B's shape against transformers' `generate`.
 
-Both have the same random bf16 weights, prompts and threads, each in a process of its own, and take
-turns every few steps, so that a change of the machine's speed meets both. Three cases: prefill of a
-prompt, decode of 1 row and of 8 rows behind that prompt. The reference is greedy `generate` over a
-static cache, run as it is installed; huge pages for tensors are part of what our roles set up
-(`--reference-huge-pages` gives them to it too). A case's ratio is the median over rounds of
-reference time / our time. `foreign_cores` is how many cores other processes took: above 0.2 the
-figures are noise.
+Both have the same random bf16 weights, prompts and threads, each in its own process. They take
+turns on the same cores every few steps, so that a change of the machine's speed affects both. The
+cases are prefill of a prompt, and decode of 1 row and of 8 rows after that prompt. The reference is
+greedy `generate` over a static cache, as installed. Our roles also enable huge pages for tensors;
+`--reference-huge-pages` does so for the reference. The ratio of a case is the median over rounds of
+reference time / our time. `foreign_cores` is the number of cores that other processes used; above
+0.2 the figures are noise.
 """
 
 import argparse
@@ -21,17 +20,17 @@ from statistics import median
 from bench.report import OtherLoad, Value, render
 from bench.sides import LineProcess
 
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at import
 
 
 class SideProcess(LineProcess):
-    """One side of the comparison: questions and answers are JSON."""
+    """One side of the comparison; its commands and responses are JSON."""
 
     def ask(self, **command: object) -> dict[str, list[float]]:
         return _read(self.exchange(json.dumps(command)))
 
     def answer(self) -> dict[str, list[float]]:
-        """The next answer; the first one comes when the model is loaded."""
+        """Return the next response; the first one arrives when the model is loaded."""
         return _read(self.next_line())
 
 
@@ -77,14 +76,13 @@ class Case:
 def measure(
     ours: SideProcess, reference: SideProcess, *, rounds: int, steps: int, context: int
 ) -> dict[str, Value]:
-    """Every case's medians and ratio, and how alike both sides' logits behind the prompt are (1 is
-    equal)."""
+    """Return each case's medians and ratio, and the similarity of both sides' logits (1: equal)."""
     sides = (ours, reference)
     for side in sides:
         side.answer()
     others = OtherLoad()
     prefill = Case(f"prefill_{context}", context)
-    answers = [side.ask(do="prefill") for side in sides]  # warms up
+    answers = [side.ask(do="prefill") for side in sides]  # warm-up
     for _ in range(rounds):
         answers = [side.ask(do="prefill") for side in sides]
         prefill.add(*(answer["seconds"] for answer in answers))

@@ -1,10 +1,10 @@
-"""The sides of `bench.engine` and `bench.eight_bits`, each a process: `python -m bench.engine_sides
+"""Sides of `bench.engine` and `bench.eight_bits`: `python -m bench.engine_sides
 ours|int8|reference`.
 
-A side reads one JSON command per line and answers with one: {"do": "prefill", "tokens": n} gives
-the seconds that the first n tokens of a prompt took (all of them by default) and the first logits,
-{"do": "begin", "rows": n} puts n prompts into the cache, {"do": "decode", "steps": n} walks on from
-there and gives the seconds of each step.
+Each side is a process. It reads one JSON command per line and responds with one line. {"do":
+"prefill", "tokens": n} returns the seconds for the first n tokens of a prompt (default: all) and
+the first logits. {"do": "begin", "rows": n} puts n prompts into the cache. {"do": "decode",
+"steps": n} continues from there and returns the seconds of each step.
 """
 
 import argparse
@@ -64,23 +64,26 @@ MODEL: dict[str, object] = {
 
 class Side(Protocol):
     def prefill(self, prompts: Tensor) -> tuple[float, Tensor]:
-        """Seconds for prompts [1, n] into an empty cache up to the choice of a token, and that
-        token's logits."""
+        """Prefill prompts [1, n] into an empty cache, up to the choice of a token.
+
+        Return the seconds and the logits of that token.
+        """
         ...
 
     def begin(self, prompts: Tensor) -> None:
-        """Drop everything; put prompts [rows, n] into the cache and choose each row's next
-        token."""
+        """Drop everything, prefill prompts [rows, n], and choose each row's next token."""
         ...
 
     def decode(self, steps: int) -> list[float]:
-        """Seconds of each of the next steps of all rows."""
+        """Return the seconds of each of the next steps of all rows."""
         ...
 
 
 class Ours:
-    """Everything a worker does per step but the scheduling: build the batch, plan, forward, argmax.
-    The rows' pages lie scattered in the pool."""
+    """A worker's steps without scheduling: build the batch, plan, forward, argmax.
+
+    The pages of a row are scattered in the pool.
+    """
 
     def __init__(
         self,
@@ -147,8 +150,7 @@ class Ours:
 
     @torch.inference_mode()
     def _forward(self, first_row: int, token_ids: Tensor, context: int) -> Tensor:
-        """Run token_ids [rows, n] behind `context` tokens of each row. Returns the rows' logits
-        [rows, vocab]."""
+        """Run token_ids [rows, n] after `context` tokens a row; return logits [rows, vocab]."""
         rows, length = token_ids.shape
         batch = ForwardBatch(
             mode=ForwardMode.DECODE if length == 1 else ForwardMode.PREFILL,
@@ -168,7 +170,7 @@ class Ours:
 
 
 class _Stamps(StoppingCriteria):
-    """Never stops; notes when each token was there."""
+    """Criterion that never stops; it records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -204,15 +206,17 @@ class Reference:
     def decode(self, steps: int) -> list[float]:
         return _intervals(
             self._generate(steps + 1)[0]
-        )  # what is before the first token is not the step alone
+        )  # the time before the first token includes more than the step
 
     def _new_cache(self) -> StaticCache:
         return StaticCache(config=self._model.config, max_cache_len=self._max_tokens)
 
     @torch.inference_mode()
     def _generate(self, num_tokens: int) -> tuple[list[float], Tensor]:
-        """Continue the ids, of which the cache may hold a beginning. Returns when each new token
-        was there, and the logits of the last one."""
+        """Continue the ids, of which the cache may hold a prefix.
+
+        Return the time of each new token, and the logits of the last one.
+        """
         stamps = _Stamps()
         settings = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False,
@@ -238,8 +242,7 @@ def _intervals(stamps: list[float]) -> list[float]:
 
 
 def serve(side: Side, prompts: Tensor, row_context: int) -> None:
-    """Answer commands until there are no more. Rows that decode stand behind `row_context` tokens
-    each."""
+    """Run commands until the input ends; decoded rows follow `row_context` tokens each."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,10 +1,10 @@
-"""`python -m bench.gateway`: what the OpenAI gateway adds to a request, and how soon the pages of a
-client that leaves are free.
+"""`python -m bench.gateway`: cost of the OpenAI gateway, and delay until a disconnected client's
+pages are free.
 
-A local cluster with the gateway before it. The same greedy chat goes to the router over gRPC and to
-the gateway over HTTP, in turns; streams of a fixed length then show what a chunk costs the
-gateway's process and the router's; at last clients close their connection in the middle of a
-stream, and the decode pool reports when all its pages are free again.
+A local cluster has the gateway in front of it. The same greedy chat goes to the router over gRPC
+and to the gateway over HTTP, in turns. Streams of a fixed length then show the cost of a chunk in
+the processes of gateway and router. Finally, clients close their connection during a stream, and
+the decode pool reports when all its pages are free again.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def body(model: str, max_tokens: int, *, is_endless: bool) -> dict[str, object]:
 
 
 async def pieces(http: httpx2.AsyncClient, request: dict[str, object]) -> AsyncGenerator[str, None]:
-    """The text of each chunk of a streamed chat that has some."""
+    """Yield the text of each chunk of a streamed chat that has text."""
     async with http.stream("POST", "/v1/chat/completions", json=request) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -56,7 +56,7 @@ async def pieces(http: httpx2.AsyncClient, request: dict[str, object]) -> AsyncG
 
 
 async def first_s(stream: AsyncIterator[object]) -> float:
-    """Seconds to the first item; the rest is read, too."""
+    """Return the seconds to the first item; read the rest as well."""
     started = time.perf_counter()
     first = None
     async for _ in stream:
@@ -74,8 +74,10 @@ async def chunks(client: AsyncBatonClient, query: Query) -> AsyncIterator[Chunk]
 
 
 class FreePages:
-    """How many pages a decode pool has free, as it reports to several watchers in turns: one gets a
-    report every 50 ms."""
+    """Free pages of a decode pool, reported to several watchers in turn.
+
+    One watcher gets a report every 50 ms.
+    """
 
     def __init__(self) -> None:
         self.pages_free = 0
@@ -95,7 +97,7 @@ class FreePages:
                     self._news.set()
 
     async def until(self, *, is_free: bool) -> None:
-        """Pages are held, or none is. The first report after the call counts."""
+        """Wait until no page is held, or until some are. The first report after the call counts."""
         self._news.clear()
         async with asyncio.timeout(TIMEOUT_S):
             while True:
@@ -106,8 +108,7 @@ class FreePages:
 
 
 async def forgotten_s(http: httpx2.AsyncClient, model: str, held: FreePages) -> float:
-    """From the moment a client closes its connection to the first report of decode that all pages
-    are free."""
+    """Return the seconds from closing the connection to decode's report that all pages are free."""
     stream = pieces(http, body(model, 1900, is_endless=True))
     await anext(stream)
     await held.until(is_free=False)

@@ -1,9 +1,8 @@
-"""`python -m bench.gpu`: the device side against the machine's own ceilings, measured in the same
-run.
+"""`python -m bench.gpu`: device code against the machine's own ceilings, measured in the same run.
 
-Attention of one 8B-shaped layer (32 heads, 8 kv heads, head_dim 128, bf16) and recurrent layers of
-a 9B-shaped hybrid, by batch and context. Decode is held against the time a device copy of the same
-bytes takes, prefill against a large matrix product.
+The cases are attention of one 8B-shaped layer (32 heads, 8 kv heads, head_dim 128, bf16) and
+recurrent layers of a 9B-shaped hybrid, by batch and context. Decode is compared with a device copy
+of the same bytes, prefill with a large matrix product.
 """
 
 import argparse
@@ -35,15 +34,14 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of a device copy (read and write counted), and FLOP/s of a bf16 product of
-    8192 square."""
+    """Bytes per second of a copy (read and write), FLOP/s of a bf16 product of 8192 square."""
 
     copy_bps: float
     matmul_flops: float
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Median per call, launch included."""
+    """Return the median seconds per call, launch included."""
     for _ in range(3):
         run()
     times = list[float]()
@@ -67,7 +65,7 @@ def ceilings(device: torch.device) -> Ceilings:
 
 
 def make_batch(mode: ForwardMode, num_rows: int, query_len: int, context_len: int) -> ForwardBatch:
-    """Rows of one length whose pages lie scattered."""
+    """Return a batch of rows of one length with scattered pages."""
     num_pages = -(-(context_len + query_len) // PAGE)
     pages = (
         torch.randperm(num_rows * num_pages, generator=torch.Generator().manual_seed(0)).int() + 1
@@ -89,7 +87,7 @@ def make_batch(mode: ForwardMode, num_rows: int, query_len: int, context_len: in
 def attention(
     device: torch.device, mode: ForwardMode, num_rows: int, query_len: int, context_len: int
 ) -> float:
-    """Seconds per layer, planning left out: a plan serves all layers."""
+    """Return the seconds per layer, without planning: one plan serves all layers."""
     batch = make_batch(mode, num_rows, query_len, context_len)
     shape = (batch.page_tables.numel() + 1, 2, GEOMETRY.num_kv_heads, PAGE, GEOMETRY.head_dim)
     pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
@@ -109,7 +107,7 @@ def attention(
 
 
 def recurrent(device: torch.device, mode: ForwardMode, num_rows: int, query_len: int) -> float:
-    """Seconds of one layer's delta rule."""
+    """Return the seconds of one layer's delta rule."""
     batch = make_batch(mode, num_rows, query_len, 0 if mode is ForwardMode.PREFILL else 64)
     states = torch.zeros(num_rows + 1, V_HEADS, DIM, DIM, device=device)
     backend = DeviceRecurrent(conv_pools={}, state_pools={LAYER: states})
@@ -121,7 +119,7 @@ def recurrent(device: torch.device, mode: ForwardMode, num_rows: int, query_len:
 
 
 def measure(device: torch.device) -> Iterator[dict[str, Value]]:
-    """Part by part, each as soon as it is known."""
+    """Yield the figures of each part when it is complete."""
     limits = ceilings(device)
     yield {
         "gpu": torch.cuda.get_device_name(device),

@@ -1,11 +1,11 @@
-"""`python -m bench.gpu_cluster`: a whole cluster on one device, through gRPC and UCX, and how much
-of each prompt's handoff prefill does not hide.
+"""`python -m bench.gpu_cluster`: a whole cluster on one device, over gRPC and UCX.
 
-One prefill worker and a decode pool of two stages, an 8B-shaped Llama with random bf16 weights that
-is written to disk first (16 GB, in a temporary folder) and read by the workers as any checkpoint
-is. Prompts come one at a time, so that nothing else hides a handoff; `exposed_of_prefill` is its
-exposed part over the time of prefill, medians of both. With `--model` an existing checkpoint serves
-instead, with `--device cpu` the host's cores.
+Measures how much of each prompt's handoff prefill does not hide. One prefill worker and a decode
+pool of two stages serve an 8B-shaped Llama with random bf16 weights. The checkpoint is first
+written to disk (16 GB, in a temporary folder), and the workers load it like any other. Prompts
+arrive one at a time, so that nothing else hides a handoff. `exposed_of_prefill` is the exposed part
+over the time of prefill, medians of both. `--model` uses an existing checkpoint, `--device cpu` the
+host's cores.
 """
 
 import argparse
@@ -41,8 +41,7 @@ ANSWER_S = 60.0
 
 
 class _ShardWriter:
-    """A `WeightSource` of random weights that keeps what it gives, in files of about
-    `shard_bytes`."""
+    """`WeightSource` of random weights that also writes them, in files of about `shard_bytes`."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder = folder
@@ -55,17 +54,17 @@ class _ShardWriter:
         return self._random.has(name)
 
     def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
-        """See `WeightSource.read`."""
+        """Implement `WeightSource.read`."""
         self._random.read(name, out, item=item)
         self._shard[name] = out.detach().to("cpu", copy=True)
         if sum(tensor.nbytes for tensor in self._shard.values()) >= self._shard_bytes:
             self._flush()
 
     def row_scales(self, name: str, *, item: int | None = None) -> None:
-        """See `WeightSource.row_scales`."""
+        """Implement `WeightSource.row_scales`."""
 
     def finish(self) -> None:
-        """Write what is left, and the index."""
+        """Write the remaining tensors and the index."""
         self._flush()
         index = {"weight_map": self._files}
         (self._folder / "model.safetensors.index.json").write_text(
@@ -82,8 +81,7 @@ class _ShardWriter:
 def write_checkpoint(
     folder: Path, config: dict[str, object], device: torch.device, *, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """A checkpoint of this config with random weights, which are drawn on `device`. Returns the
-    folder."""
+    """Write a checkpoint with random weights, generated on `device`; return its folder."""
     description, source = random_model(config), _ShardWriter(folder, shard_bytes)
     weights = Weights(
         source,
@@ -106,8 +104,11 @@ def write_checkpoint(
 async def measure(
     model: Path, device: str, *, prompt_tokens: int, prompts: int
 ) -> dict[str, Value]:
-    """Serve the model and send it prompts of random tokens. Raises BatonError when it cannot be
-    served, or an answer fails."""
+    """Serve the model and send it prompts of random tokens.
+
+    Raises:
+        BatonError: the model cannot be served, or a request fails.
+    """
     numerics = Numerics.EXACT if device == "cpu" else Numerics.FAST
     kind = device.partition(":")[0]
     config = ClusterConfig(
@@ -130,7 +131,7 @@ async def measure(
     async with running_cluster(config) as (_, client):
         vocab_size = (await client.model_info()).vocab_size
         answers = list[Completion]()
-        for _ in range(prompts + 1):  # the first one warms up
+        for _ in range(prompts + 1):  # the first one is the warm-up
             query = Query(
                 prompt=tuple(draw.randrange(vocab_size) for _ in range(prompt_tokens)),
                 sampling=Sampling(temperature=0.0),
@@ -147,7 +148,7 @@ async def measure(
 
 
 def summary(answers: list[Completion]) -> dict[str, Value]:
-    """Medians. Raises BatonError for an answer without timings or of another length."""
+    """Return the medians; raise BatonError for a response of another length or without timings."""
     prefill_s, exposed_s, decode_s = list[float](), list[float](), list[float]()
     for answer in answers:
         timings = answer.finish.timings
@@ -189,7 +190,7 @@ def main() -> int:
             model = flags.model or write_checkpoint(
                 Path(folder), LLAMA_8B, torch.device(flags.device)
             )
-            torch.cuda.empty_cache()  # the workers need the memory
+            torch.cuda.empty_cache()  # free the memory for the workers
             values = asyncio.run(
                 measure(
                     model, flags.device, prompt_tokens=flags.prompt_tokens, prompts=flags.prompts

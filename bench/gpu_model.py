@@ -1,13 +1,12 @@
-"""`python -m bench.gpu_model`: whole models on a GPU against the machine's own ceilings, measured
-in the same run.
+"""`python -m bench.gpu_model`: whole models on a GPU against the machine's own ceilings.
 
-An 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid with random bf16 weights, made on the device.
-Decode and verification are held against a device copy of the bytes they must read (weights once,
-and every row's cache), prefill against a large matrix product. A step begins with a batch on the
-host, which is planned, and ends with logits on the device; decode steps are captured as in a decode
-pool. What does not fit beside the weights is null. transformers decodes beside it where it can be
-imported. Each part is reported when it is done, so that none is lost with a later one; one that
-fails is reported as an error, and the next goes on.
+The models are an 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid, with random bf16 weights made on
+the device. The ceilings are measured in the same run. Decode and verification are compared with a
+device copy of the bytes they must read (weights once, and every row's cache), prefill with a large
+matrix product. A step begins with a batch on the host, which is planned, and ends with logits on
+the device. Decode steps are captured as in a decode pool. A case that does not fit into memory is
+null. transformers is measured for decode if it can be imported. Each part is reported when it is
+complete. A part that fails is reported as an error, and the next one runs.
 """
 
 import argparse
@@ -93,7 +92,7 @@ HYBRID_9B: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: rows and contexts of decode, prompt lengths, rows under verification."""
+    """Measured sizes: rows and contexts of decode, prompt lengths, rows under verification."""
 
     rows: tuple[int, ...] = (1, 8, 32, 128)
     contexts: tuple[int, ...] = (1024, 8192)
@@ -102,13 +101,12 @@ class Sizes:
 
     @property
     def num_pages(self) -> int:
-        """Of the largest batch, the null page included."""
+        """Return the pages of the largest batch, including the null page."""
         return max(max(self.rows) * _pages(max(self.contexts) + 1), _pages(max(self.prompts))) + 1
 
 
 class DeviceRandom:
-    """A `WeightSource` that draws on the device: billions of numbers would take the host
-    minutes."""
+    """`WeightSource` that generates on the device; the host would take minutes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -118,8 +116,8 @@ class DeviceRandom:
         return ".experts." not in name or name.rsplit(".", 1)[1] == "weight"
 
     def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
-        """See `WeightSource.read`."""
-        if "embed_tokens" not in name:  # of which a step reads a row per token
+        """Implement `WeightSource.read`."""
+        if "embed_tokens" not in name:  # a step reads one row of it per token
             self.num_bytes += out.nbytes
         if "norm" in name:
             out.fill_(1.0)
@@ -130,13 +128,16 @@ class DeviceRandom:
         out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
 
     def row_scales(self, name: str, *, item: int | None = None) -> None:
-        """See `WeightSource.row_scales`."""
+        """Implement `WeightSource.row_scales`."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A whole model in one stage. `weight_bytes`: what every step reads. `verifier` has the memory
-    of one row, because states are kept per node."""
+    """Whole model in one stage.
+
+    `weight_bytes` is what every step reads. `verifier` has the memory of one row, because states
+    are kept per node.
+    """
 
     description: ModelDescription
     executor: StageExecutor
@@ -147,8 +148,10 @@ class Subject:
     def step(
         self, mode: ForwardMode, num_rows: int, length: int, context: int
     ) -> Callable[[], Tensor] | None:
-        """A forward of equal rows, whose tokens under verification are chains; gives logits on the
-        device. None where there are too few pages for it."""
+        """Return a forward of equal rows, which ends with logits on the device.
+
+        Tokens under verification are chains. None if there are too few pages.
+        """
         spec = (
             SpecRow(tuple(range(-1, length - 1)), scratch=1) if mode is ForwardMode.VERIFY else None
         )
@@ -180,7 +183,7 @@ class Subject:
         return run
 
     def cache_bytes(self, context: int) -> int:
-        """What a row's caches hold: pages of its tokens, and states, which are read and written."""
+        """Return the bytes of a row's caches: pages of its tokens, and states, read and written."""
         specs = self.description.cache_specs(PAGE)
         return sum(
             spec.record_bytes * context // PAGE if spec.kind.is_paged else 2 * spec.record_bytes
@@ -188,7 +191,8 @@ class Subject:
         )
 
     def prefill_flops(self, length: int) -> float:
-        """Of products with the weights and, causal, of attention; the head runs for one token."""
+        """Return the FLOPs of products with the weights and of causal attention; one token for the
+        head."""
         geometry = self.description.attention_geometry(PAGE)
         assert geometry is not None
         facts = self.description.facts
@@ -256,7 +260,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]:
-    """Milliseconds per step, and the share of the copy ceiling at which its bytes were read."""
+    """Return milliseconds per step, and the share of the copy ceiling."""
     values: dict[str, Value] = {}
     for context in sizes.contexts:
         for rows in sizes.rows:
@@ -272,7 +276,7 @@ def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Stopwatch) -
 
 
 def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]:
-    """Milliseconds per prompt, and the share of the matrix ceiling."""
+    """Return milliseconds per prompt, and the share of the matrix ceiling."""
     values: dict[str, Value] = {}
     for length in sizes.prompts:
         step = subject.step(ForwardMode.PREFILL, 1, length, 0)
@@ -285,8 +289,7 @@ def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Stopwatch) 
 
 
 def verify(subject: Subject, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]:
-    """How many plain steps of one row, not captured either, it costs to verify a chain of so
-    many."""
+    """Return the cost of verifying a chain, in steps of one row that are not captured either."""
     context = min(sizes.contexts)
     plain, *others = (
         subject.step(ForwardMode.VERIFY, 1, nodes, context) for nodes in (1, *sizes.nodes)
@@ -303,8 +306,10 @@ def verify(subject: Subject, sizes: Sizes, clock: Stopwatch) -> dict[str, Value]
 def reference(
     config: dict[str, object], device: torch.device, sizes: Sizes, clock: Stopwatch
 ) -> dict[str, Value]:
-    """transformers' forward for one token of one row behind the shortest context; nothing where it
-    is not there."""
+    """Return transformers' time for one token of one row after the shortest context.
+
+    Empty if transformers is not installed.
+    """
     if find_spec("transformers") is None:
         return {}
     import transformers
@@ -338,12 +343,12 @@ def measure(
     clock: Stopwatch,
     tell: Callable[[dict[str, Value]], None],
 ) -> None:
-    """All parts of one model, and then, when its memory is free again, of transformers'."""
+    """Measure all parts of one model, then transformers after the memory is free."""
 
     def attempt(part: str, work: Callable[[], dict[str, Value]]) -> None:
         try:
             values = work()
-        except Exception as error:  # noqa: BLE001 - memory that runs out or a kernel that fails ends its part only
+        except Exception as error:  # noqa: BLE001 - out of memory or a failed kernel ends its part only
             values = {"error": f"{type(error).__name__}: {error}"}
         tell({"part": part, **values})
 

@@ -1,11 +1,10 @@
-"""`python -m bench.gpu_warm`: compile what is compiled on first use, all at once, and run each
-piece once.
+"""`python -m bench.gpu_warm`: compile everything that is compiled on first use, and run each piece
+once.
 
-FlashInfer compiles a kernel when the first plan needs it, Triton when the first launch does:
-minutes, if one waits for the other. Here each piece has a process of its own, so all take as long
-as the slowest; what they compile is kept on disk for every later process. It is also the first look
-at a machine: a piece that cannot be compiled, planned or run is named, with the end of what it
-wrote.
+FlashInfer compiles a kernel at the first plan, Triton at the first launch; in sequence that takes
+minutes. Here each piece has its own process, so all together take as long as the slowest. The
+compiled code is kept on disk for later processes. The run also checks a machine: it names each
+piece that cannot be compiled, planned or run, with the end of its output.
 """
 
 import argparse
@@ -35,13 +34,15 @@ from runtime.errors import BatonError, ConfigError
 
 LIMIT_S = 240.0
 HEAD_DIMS = (64, 128, 256)
-_TAIL = 1500  # characters of what a piece that failed wrote
+_TAIL = 1500  # characters of a failed piece's output
 _DEVICE = torch.device("cuda", 0)
 
 
 def decode(head_dim: int) -> Tensor:
-    """With as few query heads per kv head as have a kernel of their own; more use that of
-    prefill."""
+    """Run decode with as few query heads per kv head as have their own kernel.
+
+    More query heads use the kernel of prefill.
+    """
     return _attention(head_dim, ForwardMode.DECODE, None, 1, num_heads=4)
 
 
@@ -77,7 +78,7 @@ def _attention(
 
 
 def latent() -> Tensor:
-    """DeepSeek's shape, one row of five tokens."""
+    """Run attention of DeepSeek's shape, one row of five tokens."""
     wrapper = FlashInferLatentWrappers(_DEVICE).latent()
     starts, pages, length = (
         torch.tensor(values, dtype=torch.int32) for values in ([0, 5], [0, 1], [5])
@@ -104,7 +105,7 @@ def latent() -> Tensor:
 
 
 def recurrent(num_k_heads: int, num_v_heads: int, dtype: torch.dtype) -> Tensor:
-    """Prompts, whose kernels take longest to compile, and steps."""
+    """Run prompts, whose kernels compile longest, and steps."""
     channels = (2 * num_k_heads + num_v_heads) * 128
     backend = DeviceRecurrent(
         conv_pools={LAYER: torch.zeros(2, KERNEL - 1, channels, dtype=dtype, device=_DEVICE)},
@@ -141,17 +142,19 @@ PIECES: Mapping[str, Callable[[], Tensor]] = {
 def run_all(
     commands: Mapping[str, Sequence[str]], limit_s: float, tell: Callable[[str], None]
 ) -> int:
-    """Every command at once, each for at most so long. Reports how each ended; returns how many
-    failed."""
+    """Run every command at once, each with a time limit; return the number that failed.
+
+    Reports how each one ended.
+    """
     jobs = max(1, 2 * len(os.sched_getaffinity(0)) // max(1, len(commands)))
     environment = {
         **os.environ,
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(jobs)),
-    }  # of each one's compilers
+    }  # of each process's compilers
     began = time.monotonic()
 
     def run(command: Sequence[str]) -> str:
-        """What was wrong; nothing when it went well."""
+        """Return the problem, or "" on success."""
         with subprocess.Popen(
             command,
             env=environment,
@@ -165,7 +168,7 @@ def run_all(
             except subprocess.TimeoutExpired:
                 os.killpg(
                     process.pid, signal.SIGKILL
-                )  # its compilers, too, which hold its output open
+                )  # with its compilers, which hold its output open
                 return f"not done within {limit_s:g} s"
         return f"exit status {process.returncode}\n{written[-_TAIL:]}" if process.returncode else ""
 

@@ -1,19 +1,20 @@
-"""`python -m bench.handoff`: one prompt's cache from pool to pool between two processes, beside
-`ucx_perftest`.
+"""`python -m bench.handoff`: one prompt's cache from pool to pool between two processes.
 
 28 layers of 8 kv heads with head_dim 128 in bf16, 2,048 tokens in scattered pages of 64: 896 items
-of 256 KiB, 235 MB, through two transfer agents with every digest made and checked. The clock runs
-from "all layers are done" on the source to "everything landed and was checked" on the destination.
-The reference is UCX's own `tag_bw` with 64 MiB messages (out of cache, no digests, nothing
-scattered) under the same UCX settings, from memory that was written before, see
-`bench.ucx_reference`; `zeros_gbps` is the same from memory that never was. All take turns, and of
-all each side has a core of its own, as in containers; the pools are in huge pages, as the roles'
-are. Figures are medians over rounds in GB/s (1e9 bytes), the ratio is the median of the rounds'
-ratios. `foreign_cores` is how many cores other processes took: above 0.2 the figures are noise.
+of 256 KiB, 235 MB, through two transfer agents with every digest computed and checked. The clock
+runs from "all layers are computed" on the source to "everything has landed and is checked" on the
+destination.
+
+The reference is UCX's own `tag_bw` of `ucx_perftest`, with 64 MiB messages (out of cache, no
+digests, nothing scattered) under the same UCX settings, from memory written before
+(`bench.ucx_reference`). `zeros_gbps` is the same from memory that was never written. All take
+turns, and each side has its own core, as in containers. The pools are in huge pages, as in the
+roles. Figures are medians over rounds in GB/s (1e9 bytes); the ratio is the median of the rounds'
+ratios. `foreign_cores` is the number of cores that other processes used; above 0.2 the figures are
+noise.
 
 With `--device cuda` both pools are on that device, so every byte crosses pinned buffers on both
-sides; `copy_gbps` is then a copy from the device to pinned memory, the most that one side could
-give.
+sides. `copy_gbps` is then a copy from the device to pinned memory, the upper bound for one side.
 """
 
 import argparse
@@ -28,14 +29,13 @@ from bench.ucx_reference import UcxReference
 from runtime.errors import ConfigError
 from transfer.ucx.settings import TransportProfile
 
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at import
 
 
 def measure(
     profile: TransportProfile, device: str, rounds: int, cores: tuple[int, int]
 ) -> Mapping[str, Value]:
-    """Alternate handoffs and reference runs. `cores`: the sending side's and the receiving
-    side's."""
+    """Alternate handoffs and reference runs. `cores`: of the sending and the receiving side."""
     from bench.handoff_pools import Destination, check_device, copy_gbps, source_process
 
     check_device(device)
@@ -53,7 +53,7 @@ def measure(
     destination = Destination(profile, device)
     ours, theirs, zeros = [], [], []
     try:
-        destination.handoff(here, 0)  # connections and first touches of memory
+        destination.handoff(here, 0)  # open connections and touch memory for the first time
         for number in range(1, rounds + 1):
             ours.append(destination.handoff(here, number))
             theirs.append(reference.gbps())

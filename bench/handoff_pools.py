@@ -1,4 +1,4 @@
-"""The two processes of the handoff benchmark: real pools, real agents, and nothing else."""
+"""Processes of the handoff benchmark: real pools and agents without the other parts of a worker."""
 
 import os
 import random
@@ -33,8 +33,7 @@ TIMEOUT_S = 120
 
 
 class _HandoffEnd:
-    """Pools, an agent, and the reports of the one session that is open, with the moment each
-    came."""
+    """Pools, an agent, and the reports of the open session with their times."""
 
     def __init__(self, profile: TransportProfile, device: str, incarnation: str) -> None:
         specs = tuple(
@@ -46,7 +45,7 @@ class _HandoffEnd:
             device=device,
         )
         for tensor in self.pools.kv.values():
-            tensor.copy_(torch.randn(tensor.shape))  # touches every page of memory, too
+            tensor.copy_(torch.randn(tensor.shape))  # also touches every page of memory
         self._reports: dict[StageSessionState, tuple[StageSessionEvent, float]] = {}
         self._changed = threading.Condition()
         self.agent = build_agent(
@@ -64,8 +63,7 @@ class _HandoffEnd:
             self._changed.notify_all()
 
     def wait(self, state: StageSessionState) -> tuple[StageSessionEvent, float]:
-        """The report and the moment it came. Raises HandoffError when the session fails or takes
-        too long."""
+        """Return the report and its time, or raise HandoffError on failure or timeout."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: {state, StageSessionState.FAILED} & self._reports.keys(), TIMEOUT_S
@@ -82,15 +80,14 @@ class _HandoffEnd:
 
 
 def _scattered_pages(seed: str) -> tuple[int, ...]:
-    """The prompt's pages in random order all over the pool."""
+    """Return the prompt's pages, in random order over the whole pool."""
     return tuple(random.Random(seed).sample(range(1, NUM_PAGES + 1), NUM_TOKENS // PAGE_SIZE))
 
 
 def source_process(
     connection: Connection, profile: TransportProfile, device: str, core: int
 ) -> None:
-    """Serve handoffs on this core until None comes: terms, destination in, moment of release
-    out."""
+    """Serve handoffs on this core until None arrives: terms, destination in, release time out."""
     os.sched_setaffinity(0, {core})
     side = _HandoffEnd(profile, device, "source")
     while (number := connection.recv()) is not None:
@@ -126,7 +123,7 @@ class Destination:
         self.num_bytes = 0
 
     def handoff(self, source: Connection, number: int) -> float:
-        """One handoff; its GB/s (1e9 bytes), from released to checked."""
+        """Run one handoff; return its GB/s (1e9 bytes), from release to check."""
         source.send(number)
         terms: SourceTerms = source.recv()
         destination = plan_destination(
@@ -154,17 +151,17 @@ class Destination:
 
 
 def copy_gbps(device: str) -> float:
-    """One copy of 64 MiB from the device to pinned memory, GB/s (1e9 bytes)."""
+    """Return the GB/s (1e9 bytes) of one copy of 64 MiB from the device to pinned memory."""
     source = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     target = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     target.copy_(source)
     torch.cuda.synchronize()
     began_s = time.monotonic()
-    target.copy_(source)  # waits for its end
+    target.copy_(source)  # waits for completion
     return len(source) / (time.monotonic() - began_s) / 1e9
 
 
 def check_device(device: str) -> None:
-    """Raises ConfigError unless torch can use it."""
+    """Raise ConfigError unless torch can use the device."""
     if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"bench.handoff on {device} needs a CUDA device", field="device")

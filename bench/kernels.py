@@ -1,12 +1,11 @@
-"""`python -m bench.kernels`: the products of a model's layers, bf16, ours beside oneDNN's, on the
-same cores in turn.
+"""`python -m bench.kernels`: products of a model's layers in bf16, ours against oneDNN's.
 
-One pass goes through the products of `--layers` layers of Qwen3-0.6B's shape (q, k, v; o;
-silu(gate) * up; down), all weights different, so that few rows are bound by memory as in a model.
-Sides are processes that take turns for every pass: ours; oneDNN with packed weights as it is
-installed; and the same kept to AVX512-BF16, where the CPU has AMX. A ratio is the median over
-rounds of oneDNN's time / ours. `packing_gbps`: bytes of weights packed per second. `foreign_cores`
-is how many cores other processes took: above 0.2 the figures are noise.
+One pass runs the products of `--layers` layers of Qwen3-0.6B's shape (q, k, v; o; silu(gate) * up;
+down). All weights differ, so that few rows are bound by memory as in a model. Sides are processes
+that take turns on the same cores for every pass: ours; oneDNN with packed weights, as installed;
+and the same restricted to AVX512-BF16, if the CPU has AMX. A ratio is the median over rounds of
+oneDNN's time / ours. `packing_gbps` is bytes of weights packed per second. `foreign_cores` is the
+number of cores that other processes used; above 0.2 the figures are noise.
 """
 
 import argparse
@@ -46,12 +45,12 @@ class KernelSide(LineProcess):
         super().__init__(name, command, {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **SIDES[name]})
 
     def seconds(self, rows: int) -> float:
-        """Of one pass; 0 rows: of packing all weights, when it started."""
+        """Return the seconds of one pass; for 0 rows, of packing all weights at startup."""
         return float(json.loads(self.exchange(str(rows))))
 
 
 def serve(name: str, *, threads: int, layers: int) -> None:
-    """A side: reads row counts, writes seconds."""
+    """Run a side: read row counts, write seconds."""
     torch.set_num_threads(threads)
     build = our_pass if name == "ours" else onednn_pass
     weights = [
@@ -67,7 +66,7 @@ def serve(name: str, *, threads: int, layers: int) -> None:
         ]
         for _ in range(layers)
     ]
-    build(weights[:1])  # compiles
+    build(weights[:1])  # compile first
     started = time.perf_counter()
     run = build(weights)
     packing_s = time.perf_counter() - started
@@ -121,7 +120,7 @@ def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[s
     others = OtherLoad()
     for rows in ROWS:
         for side in sides.values():
-            side.seconds(rows)  # warms up
+            side.seconds(rows)  # warm-up
         taken: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():

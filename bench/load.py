@@ -1,13 +1,13 @@
-"""`python -m bench.load`: what a load takes beside reading and packing, and what the digest of
-every byte costs it.
+"""`python -m bench.load`: cost of loading besides reading and packing, and of the digest of every
+byte.
 
 A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage
-loads it: read from the page cache and packed for the kernels. Loads with and without the digest
-take turns, the first one in turn, too; `cost` is the median over rounds of what the digest adds, as
-a share of the load without it; `cpu_cost` is the same of the CPU time of all threads, which other
-processes disturb less. `over_parts` is a load with the digest as a multiple of what its parts take
-by themselves in the same round: reading each tensor into new memory, packing each matrix.
-`foreign_cores` is how many cores other processes took: above 0.2 the seconds are noise.
+does: read from the page cache and packed for the kernels. Loads with and without the digest take
+turns, also for the first place. `cost` is the median over rounds of the time that the digest adds,
+as a share of the load without it. `cpu_cost` is the same in CPU time of all threads, which other
+processes disturb less. `over_parts` is a load with the digest as a multiple of its parts alone in
+the same round: reading each tensor into new memory, packing each matrix. `foreign_cores` is the
+number of cores that other processes used; above 0.2 the seconds are noise.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from statistics import median
 
 from bench.report import OtherLoad, Value, render
 
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at import
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one load: as a clock shows them, and of CPU time of all threads."""
+    """Duration of one load: wall clock, and CPU time of all threads."""
 
     wall: float
     cpu: float
@@ -67,13 +67,13 @@ def measure(folder: Path, rounds: int) -> dict[str, Value]:
 
 
 def load(folder: Path, *, digested: bool) -> Seconds:
-    """One load, from the files' headers to the last packed matrix."""
+    """Run one load, from the files' headers to the last packed matrix."""
     from engine.core.layer_range import LayerRange
     from engine.core.numerics import Numerics
     from models.loader import read_model
     from models.weights_digest import WeightsDigest
 
-    gc.collect()  # what the load before has left
+    gc.collect()  # memory of the previous load
     started, cpu_s = time.perf_counter(), time.process_time()
     model = read_model(folder)
     stage = model.load_stage(
@@ -87,7 +87,7 @@ def load(folder: Path, *, digested: bool) -> Seconds:
 
 
 def read_and_pack(folder: Path) -> tuple[float, float]:
-    """Seconds to read every tensor, and to pack those that products take."""
+    """Return the seconds to read every tensor, and to pack those used in products."""
     import torch
 
     from engine.kernels.host.codegen.compiled import Team
@@ -108,8 +108,7 @@ def read_and_pack(folder: Path) -> tuple[float, float]:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Random weights of the shape that `bench.engine` measures, under the names transformers gives
-    them."""
+    """Write random weights of the shape in `bench.engine`, with transformers' names."""
     import torch
     from safetensors.torch import save_file
 
