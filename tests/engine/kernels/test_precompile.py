@@ -181,7 +181,7 @@ def test_attempts_neither_wait_nor_compile_what_they_should_not(
             count_up(pointer, compiled.DONE)
 
         with trying(attempt):
-            return compile_kernel(work, record(), "counting", __file__)
+            return compile_kernel(work, record(), "counting")
 
     with (tmp_path / "lock").open("w") as other:
         whole = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -212,9 +212,9 @@ def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(
 
     monkeypatch.setattr(compiled, "cfunc", keeping_nothing)
     with trying(Attempt.LOAD), pytest.raises(KernelMissingError):
-        compile_kernel(work, record(), "counting", __file__)
+        compile_kernel(work, record(), "counting")
     with trying(Attempt.UNLOCKED):
-        assert compile_kernel(work, record(), "counting", __file__).address
+        assert compile_kernel(work, record(), "counting").address
 
 
 def test_where_nothing_can_be_kept_one_warning_names_the_way_out(

@@ -14,7 +14,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import functions, strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -112,13 +111,7 @@ def compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
         _take_tokens(pointer, stored, cached)
 
     return compile_kernel(
-        work,
-        _ARGUMENTS,
-        f"attend_latent_{stored.__name__}_{cached.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
+        work, _ARGUMENTS, f"attend_latent_{stored.__name__}_{cached.__name__}", numbers=STRICT
     )
 
 

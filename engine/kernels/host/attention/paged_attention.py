@@ -18,7 +18,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.attention import kv_blocks, row_tiling, small_batch, workspace
+from engine.kernels.host.attention import row_tiling
 from engine.kernels.host.attention.kv_blocks import (
     behind_keys,
     copy_values,
@@ -41,7 +41,6 @@ from engine.kernels.host.attention.small_batch import (
     score_head_in_tiles,
 )
 from engine.kernels.host.attention.workspace import CHUNK_ROWS, list_rows, room_at, scratch_bytes_of
-from engine.kernels.host.codegen import amx, dot, softmax_blocks, strided_loops
 from engine.kernels.host.codegen.amx import TILE_ROWS, has_tiles, release_tiles
 from engine.kernels.host.codegen.compiled import (
     DONE,
@@ -186,18 +185,7 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
     name = (
         f"attend_{STORED_AS[dtype].__name__}{'_few' if few else ''}_{'tiled' if tiled else 'plain'}"
     )
-    parts = (
-        __file__,
-        row_tiling.__file__,
-        softmax_blocks.__file__,
-        dot.__file__,
-        amx.__file__,
-        strided_loops.__file__,
-        kv_blocks.__file__,
-        small_batch.__file__,
-        workspace.__file__,
-    )
-    return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
+    return compile_kernel(work, _ARGUMENTS, name, numbers=STRICT)
 
 
 @njit(**STRICT_PART)

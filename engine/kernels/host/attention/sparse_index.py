@@ -11,7 +11,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -126,14 +125,7 @@ def scores_for(dtype: torch.dtype):
     def work(pointer):
         _take_blocks(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _SCORED,
-        f"index_scores_{stored.__name__}",
-        __file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _SCORED, f"index_scores_{stored.__name__}", numbers=STRICT)
 
 
 @cache
@@ -141,9 +133,7 @@ def choice():
     def work(pointer):
         _take_choices(pointer)
 
-    return compile_kernel(
-        work, _CHOSEN, "choose_keys", __file__, strided_loops.__file__, numbers=STRICT
-    )
+    return compile_kernel(work, _CHOSEN, "choose_keys", numbers=STRICT)
 
 
 @njit(**STRICT_PART)

@@ -12,6 +12,8 @@ even if its address is still in use.
 import ctypes
 import logging
 import os
+import re
+import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +38,9 @@ from runtime.errors import InternalError
 logger = logging.getLogger(__name__)
 
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+_IMPORT = re.compile(
+    r"^from (engine\.kernels\.host[\w.]*) import (?:\(([^)]*)\)|([^\n(]+))", re.MULTILINE
+)
 _FORM = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -196,20 +201,46 @@ def load_numba() -> None:
     cfunc(types.int64(types.int64))(lambda number: number)
 
 
+@cache
+def source_files(module: str) -> tuple[str, ...]:
+    """Return the files of a host kernel's module and of the host modules that it imports.
+
+    Imports of imports are included, so every function that numba inlines is in one of the files.
+    """
+    found: dict[str, str] = {}
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found[name] = str(sys.modules[name].__file__)
+            pending += _host_imports(Path(found[name]).read_text(encoding="utf-8"))
+    return tuple(found[name] for name in sorted(found))
+
+
+def _host_imports(source: str) -> list[str]:
+    """Return the host modules that a source imports at the top of the file."""
+    names: list[str] = []
+    for package, several, one in _IMPORT.findall(source):
+        imported = [part.split()[0] for part in (several or one).split(",") if part.strip()]
+        modules = [f"{package}.{name}" for name in imported if f"{package}.{name}" in sys.modules]
+        names += modules if len(modules) == len(imported) else [*modules, package]
+    return names
+
+
 def compile_kernel(
-    work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS
+    work, arguments: np.dtype, name: str, *, numbers: Mapping[str, object] = NUMBERS
 ):
     """Compile `work`, a function created for this call, to a C function.
 
-    The code is cached for later processes under the name and a digest of the files `sources` and of
-    this file. `sources` are the kernel's file and the files of inlined functions, so another
+    The code is cached for later processes under the name and a digest of `source_files`, so another
     version is never loaded. `numbers` is NUMBERS or STRICT.
 
     Raises:
         KernelLockedError, KernelMissingError: within `trying`, see `Attempt`.
     """
-    files = [Path(source).read_bytes() for source in (*sources, __file__)]
-    work.__qualname__ = f"{name}_{xxh3_64_hexdigest(b''.join(files))}"
+    files = (*source_files(work.__module__), __file__)
+    digest = xxh3_64_hexdigest(b"".join(Path(file).read_bytes() for file in files))
+    work.__qualname__ = f"{name}_{digest}"
     subject = xxh3_64_intdigest(f"{__file__} {work.__qualname__}".encode()) >> 1
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     attempt = _attempt.get()

@@ -93,7 +93,7 @@ class Program:
 
 @cache
 def _runner():
-    return compile_kernel(_run, _ARGUMENTS, "run_program", __file__)
+    return compile_kernel(_run, _ARGUMENTS, "run_program")
 
 
 def load_runner() -> None:

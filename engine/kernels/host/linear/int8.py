@@ -29,7 +29,6 @@ from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from engine.kernels.host.codegen import functions
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -163,14 +162,7 @@ def compiled_for(dtype: torch.dtype):
     def work(pointer):
         _take_rows(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _ARGUMENTS,
-        f"eight_bits_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _ARGUMENTS, f"eight_bits_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)

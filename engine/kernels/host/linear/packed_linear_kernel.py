@@ -11,13 +11,6 @@ from numba import carray, njit
 
 from engine.kernels.host.codegen import (
     amx,
-    dot,
-    functions,
-    row_vectors,
-    softmax_blocks,
-    strided_loops,
-    sum_tree,
-    tiles,
 )
 from engine.kernels.host.codegen.amx import LAYOUT_BYTES, has_tiles
 from engine.kernels.host.codegen.compiled import (
@@ -44,7 +37,6 @@ from engine.kernels.host.codegen.functions import silu
 from engine.kernels.host.codegen.row_vectors import open_row
 from engine.kernels.host.codegen.strided_loops import fetch_for_writing, floats, size_of
 from engine.kernels.host.codegen.tiles import make_tiles, release_tiles
-from engine.kernels.host.linear import int8, product_sums
 from engine.kernels.host.linear.product_sums import multiply_group
 
 # Fields of a matrix with its own rows: its address, the second matrix's address, the first row, the
@@ -116,20 +108,7 @@ def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
         _take_items(pointer, stored, terms)
 
     name = f"product_{instructions()}_{stored.__name__}_{terms.__name__}"
-    parts = (
-        __file__,
-        dot.__file__,
-        amx.__file__,
-        tiles.__file__,
-        sum_tree.__file__,
-        strided_loops.__file__,
-        functions.__file__,
-        int8.__file__,
-        row_vectors.__file__,
-        softmax_blocks.__file__,
-        product_sums.__file__,
-    )
-    return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
+    return compile_kernel(work, _ARGUMENTS, name, numbers=STRICT)
 
 
 @njit(**STRICT_PART)

@@ -15,7 +15,6 @@ from numba import carray, njit
 from torch import Tensor
 
 from engine.core.layer_range import EIGHTHS, eighth
-from engine.kernels.host.codegen import softmax_blocks, strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -149,9 +148,7 @@ def arranges_for(dtype: torch.dtype):
     def work(pointer):
         _arrange_rows(pointer, stored)
 
-    return compile_kernel(
-        work, _ROWS, f"arrange_rows_{stored.__name__}", __file__, strided_loops.__file__
-    )
+    return compile_kernel(work, _ROWS, f"arrange_rows_{stored.__name__}")
 
 
 @njit(**PART)
@@ -220,7 +217,7 @@ def compiled():
     def work(pointer):
         _take_blocks(pointer)
 
-    return compile_kernel(work, _ARGUMENTS, "pack", __file__, softmax_blocks.__file__)
+    return compile_kernel(work, _ARGUMENTS, "pack")
 
 
 @njit(**PART)

@@ -12,7 +12,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import functions, strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -103,15 +102,7 @@ def compiled_for(dtype: torch.dtype):
     def work(pointer):
         _take_channels(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _ARGUMENTS,
-        f"causal_conv_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _ARGUMENTS, f"causal_conv_{stored.__name__}", numbers=STRICT)
 
 
 def causal_conv_of_trees(
@@ -165,15 +156,7 @@ def trees_for(dtype: torch.dtype):
     def work(pointer):
         _take_nodes(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _TREES,
-        f"causal_conv_trees_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _TREES, f"causal_conv_trees_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)

@@ -24,7 +24,6 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.kernels.delta_rule import CHUNK
-from engine.kernels.host.codegen import functions, strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -198,15 +197,7 @@ def steps_for(dtype: torch.dtype):
     def work(pointer):
         _take_steps(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _ARGUMENTS,
-        f"delta_steps_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _ARGUMENTS, f"delta_steps_{stored.__name__}", numbers=STRICT)
 
 
 @cache
@@ -216,15 +207,7 @@ def chunks_for(dtype: torch.dtype):
     def work(pointer):
         _take_chunks(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _ARGUMENTS,
-        f"delta_chunks_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _ARGUMENTS, f"delta_chunks_{stored.__name__}", numbers=STRICT)
 
 
 def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:

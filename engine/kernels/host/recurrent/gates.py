@@ -12,7 +12,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import functions, strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -101,15 +100,7 @@ def gates_for(dtype: torch.dtype):
     def work(pointer):
         _gate_tokens(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _GATES,
-        f"delta_gates_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _GATES, f"delta_gates_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -174,15 +165,7 @@ def norm_for(dtype: torch.dtype):
     def work(pointer):
         _norm_tokens(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _NORM,
-        f"gated_norm_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _NORM, f"gated_norm_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -265,15 +248,7 @@ def heads_for(dtype: torch.dtype):
     def work(pointer):
         _gate_heads(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _HEADS,
-        f"gate_heads_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        strided_loops.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _HEADS, f"gate_heads_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)

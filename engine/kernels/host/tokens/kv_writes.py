@@ -10,7 +10,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -94,9 +93,7 @@ def writes_for(dtype: torch.dtype):
     def work(pointer):
         _write_tokens(pointer, stored)
 
-    return compile_kernel(
-        work, _WRITES, f"write_tokens_{stored.__name__}", __file__, strided_loops.__file__
-    )
+    return compile_kernel(work, _WRITES, f"write_tokens_{stored.__name__}")
 
 
 @njit(**PART)

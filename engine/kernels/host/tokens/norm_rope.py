@@ -12,7 +12,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import dot, functions, row_vectors, softmax_blocks, strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -60,13 +59,6 @@ _NORM = record(
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
 _ITEM_TOKENS = 16
-_PARTS = (
-    __file__,
-    row_vectors.__file__,
-    softmax_blocks.__file__,
-    dot.__file__,
-    strided_loops.__file__,
-)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
@@ -185,7 +177,7 @@ def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):
             _norm_tokens(pointer, stored, weighed, norm_row)
 
     name = f"rms_norm_{stored.__name__}_{weighed.__name__}_{'twice' if rounds_first else 'once'}"
-    return compile_kernel(work, _NORM, name, *_PARTS, numbers=STRICT)
+    return compile_kernel(work, _NORM, name, numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -249,14 +241,7 @@ def tables_for(dtype: torch.dtype):
     def work(pointer):
         _fill_tables(pointer, stored)
 
-    return compile_kernel(
-        work,
-        _TABLES,
-        f"rotary_table_{stored.__name__}",
-        __file__,
-        functions.__file__,
-        numbers=STRICT,
-    )
+    return compile_kernel(work, _TABLES, f"rotary_table_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -313,7 +298,7 @@ def rotation_for(dtype: torch.dtype):
     def work(pointer):
         _rotate_tokens(pointer, stored)
 
-    return compile_kernel(work, _ROTATION, f"rotate_{stored.__name__}", *_PARTS, numbers=STRICT)
+    return compile_kernel(work, _ROTATION, f"rotate_{stored.__name__}", numbers=STRICT)
 
 
 @njit(**STRICT_PART)

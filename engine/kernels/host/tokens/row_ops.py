@@ -12,7 +12,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import strided_loops
 from engine.kernels.host.codegen.amx import MAX_ROWS, TILE_ROWS, has_tiles
 from engine.kernels.host.codegen.compiled import (
     DONE,
@@ -67,9 +66,7 @@ def sum_for(dtype: torch.dtype):
     def work(pointer):
         _add_values(pointer, stored)
 
-    return compile_kernel(
-        work, _SUM, f"add_rows_{stored.__name__}", __file__, strided_loops.__file__
-    )
+    return compile_kernel(work, _SUM, f"add_rows_{stored.__name__}")
 
 
 @njit(**PART)
@@ -163,9 +160,7 @@ def copies_for(dtype: torch.dtype):
     def work(pointer):
         _copy_rows(pointer, stored)
 
-    return compile_kernel(
-        work, _COPIES, f"copy_rows_{stored.__name__}", __file__, strided_loops.__file__
-    )
+    return compile_kernel(work, _COPIES, f"copy_rows_{stored.__name__}")
 
 
 @njit(**PART)
@@ -218,9 +213,7 @@ def gathers_for(dtype: torch.dtype):
     def work(pointer):
         _gather_rows(pointer, stored)
 
-    return compile_kernel(
-        work, _GATHERS, f"gather_rows_{stored.__name__}", __file__, strided_loops.__file__
-    )
+    return compile_kernel(work, _GATHERS, f"gather_rows_{stored.__name__}")
 
 
 @njit(**PART)
@@ -259,7 +252,7 @@ def maxima():
     def work(pointer):
         _find_largest(pointer)
 
-    return compile_kernel(work, _MAXIMA, "largest_of_rows", __file__, numbers=STRICT)
+    return compile_kernel(work, _MAXIMA, "largest_of_rows", numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -339,7 +332,7 @@ def moves_for():
     def work(pointer):
         _move_records(pointer)
 
-    return compile_kernel(work, _RECORDS, "move_records", __file__)
+    return compile_kernel(work, _RECORDS, "move_records")
 
 
 @njit(**PART)

@@ -16,7 +16,6 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host.codegen import strided_loops
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -87,7 +86,7 @@ def compiled():
     def work(pointer):
         _draw_rows(pointer)
 
-    return compile_kernel(work, _DRAWS, "draw_tokens", __file__, strided_loops.__file__)
+    return compile_kernel(work, _DRAWS, "draw_tokens")
 
 
 @njit(**PART)
