@@ -1,20 +1,20 @@
-"""`python -m bench.mixed`: streams that decode while long prompts arrive, Baton beside vLLM on the
-same two cores.
+"""`python -m bench.mixed`: streams that decode while long prompts arrive, Baton against vLLM on two
+cores.
 
 Baton has a prefill worker on one core and a decode worker on the other (its router shares the
-first); vLLM's engine has both, and reads prompts in chunks of 512 between the tokens of the others.
-Both have the same random bf16 weights of Qwen3-0.6B's shape. In each turn six requests decode all
-the time, and every twelve seconds a prompt of 2,048 tokens arrives that is answered with 32. The
-sides take turns; clients run on other cores where there are any.
+first). vLLM's engine has both, and prefills in chunks of 512 between the tokens of the others. Both
+have the same random bf16 weights of Qwen3-0.6B's shape. In each turn six requests decode all the
+time, and every twelve seconds a prompt of 2,048 tokens arrives, with a response of 32. The sides
+take turns; clients run on other cores if there are any.
 
     itl       gaps between the messages of the six requests, in seconds
     decode    tokens per second of the six requests
-    ttft      a long prompt's sending to its first token, in seconds
-    lost      requests that ended with an error, of the long and of the six
+    ttft      time to the first token of a long prompt, in seconds
+    lost      requests that ended with an error, long ones and the six
 
 Ratios are Baton / vLLM, medians over turns. Bars: itl_p99 at most 0.1, decode at least 2.5, ttft at
-most 1.5, and none lost. `foreign_cores` says how many cores other processes took: above 0.2 the
-figures are noise. Either side may be left out; how vLLM is installed is in `bench.peers`.
+most 1.5, and none lost. `foreign_cores` is the number of cores that other processes used; above 0.2
+the figures are noise. Either side may be omitted. `bench.peers` describes the installation of vLLM.
 """
 
 import argparse
@@ -47,10 +47,10 @@ BARS = {"itl_p99": (0.0, 0.1), "decode": (2.5, float("inf")), "ttft": (0.0, 1.5)
 
 @dataclass
 class MixedRequest:
-    """One request as its client sees it; times are those of `time.monotonic`."""
+    """One request as its client sees it, with times of `time.monotonic`."""
 
     sent_s: float = field(default_factory=time.monotonic)
-    messages: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
+    messages: list[tuple[float, int]] = field(default_factory=list)  # time and number of tokens
     failed: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -72,7 +72,7 @@ class MixedRequest:
 
 @dataclass(frozen=True)
 class MeasuredTurn:
-    """One side's turn: the streams and long prompts, and the window that counts for streams."""
+    """Turn of one side: streams, long prompts, and the window in which streams count."""
 
     streams: Sequence[MixedRequest]
     longs: Sequence[MixedRequest]
@@ -105,7 +105,7 @@ class MeasuredTurn:
 
 
 async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespace) -> MeasuredTurn:
-    """The streams are left when the last long prompt has its answer."""
+    """Run one turn; the streams are closed after the last long prompt's response."""
 
     def prompt(tokens: int) -> list[int]:
         return [draw.randrange(1000, VOCAB_SIZE) for _ in range(tokens)]
@@ -138,7 +138,7 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
 
 
 def summarize(turns: Mapping[str, Sequence[MeasuredTurn]]) -> dict[str, Value]:
-    """Medians over turns by side, sums of what was lost, and the ratios turn by turn."""
+    """Return medians over turns by side, sums of lost requests, and the ratios turn by turn."""
     found = {side: [turn.figures() for turn in those] for side, those in turns.items()}
     values: dict[str, Value] = {}
     for side, figures in found.items():
@@ -159,7 +159,7 @@ def summarize(turns: Mapping[str, Sequence[MeasuredTurn]]) -> dict[str, Value]:
 
 
 def missed(values: Mapping[str, Value]) -> list[str]:
-    """The bars that are not reached, of the figures that there are."""
+    """Return the bars that are missed, of the available figures."""
     found = []
     for name, (least, most) in BARS.items():
         ratio = values.get(f"{name}_ratio")
@@ -173,13 +173,13 @@ def missed(values: Mapping[str, Value]) -> list[str]:
 
 
 def _keep_to(cores: Sequence[int]) -> None:
-    """All threads of this process, and processes that it starts from now on."""
+    """Pin all threads of this process, and processes that it starts later."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    """Raises BatonError where a side does not start."""
+    """Return the figures, or raise BatonError if a side does not start."""
     cores = sorted(os.sched_getaffinity(0))
     servers, clients = cores[:2], cores[2:] or cores
     model = write_checkpoint(flags.folder / "checkpoint")
@@ -206,7 +206,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         for side in sides.values():
             await MixedRequest().follow(
                 side, range(1000, 1000 + flags.prompt_tokens), LONG_ANSWER
-            )  # warms up
+            )  # warm-up
         others = OtherLoad()
         for turn in range(flags.turns):
             for name, side in sides.items():

@@ -1,4 +1,4 @@
-"""The sides of `bench.mixed`: a server each, and its answers as they reach a client."""
+"""Sides of `bench.mixed`: a server each, and its responses as a client receives them."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,10 @@ MAX_CONTEXT = 4096
 
 class MixedSide(Protocol):
     def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncGenerator[int, None]:
-        """How many tokens came, each time that some did. Raises BatonError. Closing it early ends
-        the request."""
+        """Yield the number of tokens of each arrival.
+
+        Closing the generator early aborts the request. Raises BatonError.
+        """
         ...
 
 
@@ -47,8 +49,10 @@ class BatonSide:
 
 @asynccontextmanager
 async def baton_side(model: Path, *, memory_mb: int) -> AsyncIterator[BatonSide]:
-    """A prefill worker and a decode worker on a core each, the first and the second that this
-    process may use; the router shares the first."""
+    """Run a prefill and a decode worker, on the first and second core of this process.
+
+    The router shares the first core.
+    """
     config = ClusterConfig(
         model=model,
         memory_mb=memory_mb,
@@ -61,8 +65,10 @@ async def baton_side(model: Path, *, memory_mb: int) -> AsyncIterator[BatonSide]
 
 
 class VllmSide:
-    """vLLM's engine in a process that `bench/peer_vllm.py` runs. No HTTP server stands between:
-    what is measured is the engine at its best."""
+    """vLLM's engine in a process of `bench/peer_vllm.py`.
+
+    There is no HTTP server in between: the engine is measured at its best.
+    """
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -88,7 +94,7 @@ class VllmSide:
                 self._send(do="abort", name=name)
 
     async def read(self) -> None:
-        """Hands out what comes, until the process ends."""
+        """Distribute the output of the process until it ends."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             for name, count in json.loads(line).items():
@@ -112,7 +118,7 @@ async def vllm_side(
     chunk_tokens: int,
     max_requests: int,
 ) -> AsyncIterator[VllmSide]:
-    """vLLM on all of `cores`. Raises BatonError where it does not start."""
+    """Run vLLM on all of `cores`, or raise BatonError if it does not start."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     settings = {
         "OMP_NUM_THREADS": str(len(cores)),

@@ -1,11 +1,11 @@
-"""`python -m bench.overload`: what a local cluster still answers in time when more comes than it
-can serve.
+"""`python -m bench.overload`: responses within their deadline under more load than a cluster can
+serve.
 
-Measures the capacity of a cluster in a closed loop, then sends requests in an open loop at 0.8, 1,
-2 and 4 times that, with deadlines of 5, 10 and 60 s and with none. Per cell: answers within their
-deadline per second, of those that ended while requests came; how soon refusals came; and the wait
-that they named (RetryInfo) beside the wait there was: until the last of the requests let in before
-it was given to workers. Clients try nothing again. Ends with 1 if a bar is missed.
+Measures the capacity of a local cluster in a closed loop. Then sends requests in an open loop at
+0.8, 1, 2 and 4 times that, with deadlines of 5, 10 and 60 s and with none. Each cell has three
+figures: responses within their deadline per second, of those that ended during arrivals; the delay
+of rejections; and the retry delay they gave (RetryInfo) next to the true wait, until workers got
+the last of the requests queued before. Clients do not retry. The exit code is 1 if a bar is missed.
 """
 
 import argparse
@@ -34,30 +34,28 @@ from bench.report import OtherLoad, Value, render
 from runtime.errors import BatonError, CapacityError
 
 CLIENTS = 48  # of the closed loop
-WARM_SHARE = 0.25  # of the closed loop's time, not counted
-MOST_S = 600.0  # without a deadline
+WARM_SHARE = 0.25  # share of the closed loop's time that does not count
+MOST_S = 600.0  # for requests without a deadline
 ROUTER = "router"
-# What the figures have to reach.
-GOODPUT_BAR = 0.9  # at 2 and 4 times the capacity, of what it was at once
+# Bars of the figures.
+GOODPUT_BAR = 0.9  # at 2 and 4 times the capacity, relative to 1
 REFUSAL_BAR_S = 0.05
 RETRY_FACTOR = 2.0
-COUNTED_WAIT_S = (
-    0.1  # shorter waits are as likely to be over as to last when a client reads of them
-)
+COUNTED_WAIT_S = 0.1  # a shorter wait may be over when the client receives it
 
 
 @dataclass(frozen=True)
 class LoadReply:
-    """What became of a request; seconds after the start of its cell."""
+    """Outcome of a request, in seconds after the start of its cell."""
 
     due_s: float
     sent_s: float
     ended_s: float
-    placed_s: float | None = None  # given to workers; of one that was answered
+    placed_s: float | None = None  # time at which workers got it, if it was served
     error: str | None = None
-    was_refused: bool = False  # on arrival
-    was_dropped: bool = False  # refused after it had waited
-    named_s: float | None = None  # the wait that a refusal named
+    was_refused: bool = False  # rejected on arrival
+    was_dropped: bool = False  # rejected after queueing
+    named_s: float | None = None  # retry delay of a rejection
 
 
 @dataclass
@@ -75,7 +73,7 @@ class LoadCell:
 
     @property
     def in_time_per_s(self) -> float:
-        """Errors say that an answer was late."""
+        """Return responses in time per second; late ones end with an error."""
         return (
             sum(a.error is None and a.ended_s <= self.seconds for a in self.answers) / self.seconds
         )
@@ -85,7 +83,7 @@ class LoadCell:
         return [answer for answer in self.answers if answer.was_refused]
 
     def waits(self) -> list[tuple[float, float]]:
-        """(named, true) of every refusal whose true wait is known and long enough to count."""
+        """Return (given, true) waits of rejections whose true wait is known and long enough."""
         placed = sorted((a.sent_s, a.placed_s) for a in self.answers if a.placed_s is not None)
         found = []
         for refusal in self.refusals:
@@ -122,14 +120,14 @@ class LoadCell:
 
 @dataclass
 class Lab:
-    """A cluster that is up, and the requests it is asked."""
+    """Running cluster and the requests for it."""
 
     client: AsyncBatonClient
     queries: Sequence[Query]
     rng: random.Random
 
     async def capacity(self, seconds: float) -> float:
-        """Answers per second of a closed loop."""
+        """Return the responses per second of a closed loop."""
         queries, ended = cycle(self.queries), []
         start = time.monotonic()
 
@@ -143,7 +141,7 @@ class Lab:
         return len(counted) / (seconds * (1 - WARM_SHARE))
 
     async def run(self, cell: LoadCell, rate: float) -> None:
-        """Fill a cell, and wait until nothing runs any more."""
+        """Fill a cell, and wait until no request runs."""
         times = [
             at_s
             for at_s in Arrivals(rate=rate).times(math.ceil(2 * rate * cell.seconds) + 10, self.rng)
@@ -184,7 +182,7 @@ class Lab:
 
 
 def bars(cells: Sequence[LoadCell]) -> dict[str, Value]:
-    """The worst of each figure that has a bar, over all cells with more load than can be served."""
+    """Return the worst value of each figure with a bar, over all cells above capacity."""
     at_once = {cell.deadline_s: cell.in_time_per_s for cell in cells if cell.load == 1}
     over = [cell for cell in cells if cell.load >= 2]
     kept = [
@@ -204,7 +202,7 @@ def bars(cells: Sequence[LoadCell]) -> dict[str, Value]:
 
 
 def missed(figures: Mapping[str, Value]) -> list[str]:
-    """The bars that are not reached; a figure that was not seen misses none."""
+    """Return the missed bars; a figure that was not seen misses none."""
     kept, refusal, ratio = (
         figures[name] for name in ("goodput_kept", "refusal_s_p99", "retry_ratio_p50")
     )

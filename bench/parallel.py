@@ -1,17 +1,18 @@
-"""`python -m bench.parallel`: what the ranks of a stage pay to exchange parts of products, and what
-they gain. `--parts` takes some of: exchanges, prefill, overlap.
+"""`python -m bench.parallel`: cost of the exchange between ranks of a stage, and their gain.
 
-`<ranks>_ranks_<bytes>_<route>_us`: every rank gives a part of so many bytes and gets those of all:
-through the memory that they share (`memory`), by frames of the stage channel (`frames`), by gloo's
-all-gather (`gloo`), which checks no digests. The median of each rank, and of these the longest; the
+`--parts` selects from: exchanges, prefill, overlap.
+
+`<ranks>_ranks_<bytes>_<route>_us`: every rank sends a part of this size and receives those of all.
+The routes are the shared memory (`memory`), frames of the stage channel (`frames`), and gloo's
+all-gather (`gloo`), which checks no digests. The figure is the longest of the ranks' medians; the
 routes take turns.
 
 `prefill_speedup`: a prompt of 512 tokens through a model of Qwen3-0.6B's shape, in one process on
-one core and on two ranks with one each, in turn.
+one core and on two ranks with a core each, in turn.
 
-`overlap_<link>_*`: eight prompts of 62 tokens on two ranks, whole and in two halves that take turns
-(`--overlap-tokens`), and how long parts were waited for: by `gloo`, or by memory, where they are
-held back for so long, as on a link between hosts.
+`overlap_<link>_*`: eight prompts of 62 tokens on two ranks, whole and in two halves that alternate
+(`--overlap-tokens`), and the wait for parts. Parts travel by `gloo`, or by memory with an added
+delay, as on a link between hosts.
 """
 
 import argparse
@@ -68,8 +69,10 @@ _SENT_AT = struct.Struct("<d")
 
 
 class Question(NamedTuple):
-    """What a rank is to run: an exchange of parts, so many times, or, of 0 bytes, prompts of these
-    lengths. `link`: by which parts travel then; empty: through memory."""
+    """Run that a rank is asked for: repeated exchanges of parts, or prompts if the size is 0.
+
+    `link` selects the route of the parts; empty: through memory.
+    """
 
     num_bytes: int = 0
     repeats: int = 1
@@ -82,8 +85,10 @@ class _AllGather(Protocol):
 
 
 class _GlooParts:
-    """A `PartChannel` over gloo, whose own thread moves the bytes, through the host's TCP. A piece
-    goes as a head and its bytes."""
+    """`PartChannel` over gloo, whose own thread moves the bytes through the host's TCP.
+
+    A piece is sent as a head and its bytes.
+    """
 
     max_bytes = MAX_PART_BYTES
 
@@ -92,7 +97,7 @@ class _GlooParts:
         self._under_way: deque[tuple[Work, Tensor]] = deque(maxlen=MOST_UNDER_WAY)
 
     def begin(self, sequence: int) -> None:
-        """Nothing is left over: no batch fails here."""
+        """Do nothing: no batch fails here, so that no piece is left over."""
 
     def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
         head = torch.tensor([piece.kind, piece.sequence, piece.number, len(piece.data)])
@@ -115,9 +120,10 @@ class _GlooParts:
 
 
 class _Link:
-    """A `PartChannel` whose pieces are not there before `delay_s` has passed since they were sent,
-    and which adds up how long they were waited for. Processes of a host share the monotonic
-    clock."""
+    """`PartChannel` that delays pieces by `delay_s` after sending, and sums the waits for them.
+
+    Processes of a host share the monotonic clock.
+    """
 
     def __init__(self, parts: PartChannel, delay_s: float = 0.0) -> None:
         self.waited_s, self._delay_s = 0.0, delay_s
@@ -141,8 +147,7 @@ class _Link:
 
 
 def serve_rank(rank: int, size: int, store_port: int, parent: Connection) -> None:
-    """A rank in a process of its own: answers questions with medians of seconds until it gets
-    None."""
+    """Run a rank in its own process: respond with median seconds until None arrives."""
     torch.set_num_threads(1)
     keep_freed_memory()
     frames = UcxStageChannel(
@@ -204,7 +209,7 @@ def serve_rank(rank: int, size: int, store_port: int, parent: Connection) -> Non
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
-    """Median; the first tenth warms up."""
+    """Return the median seconds; the first tenth of the calls is the warm-up."""
     times = []
     for _ in range(repeats + repeats // 10 + 1):
         began = time.perf_counter()
@@ -214,7 +219,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def executor_of(ranks: StageRanks, overlap: Overlap) -> StageExecutor:
-    """This rank's part of the model."""
+    """Return an executor of this rank's part of the model."""
     description = random_model(MODEL)
     return build_executor(
         description,
@@ -228,7 +233,7 @@ def executor_of(ranks: StageRanks, overlap: Overlap) -> StageExecutor:
 
 
 def prefill(executor: StageExecutor, lengths: Sequence[int]) -> None:
-    """Prompts, a page for every 64 tokens of each."""
+    """Prefill prompts, with a page for every 64 tokens of each."""
     generator, pages, rows = torch.Generator().manual_seed(1), count(1), list[Row]()
     for length in lengths:
         tokens = torch.randint(
@@ -249,7 +254,7 @@ def prefill(executor: StageExecutor, lengths: Sequence[int]) -> None:
 
 
 class RankGroup:
-    """So many ranks, each a process. Use as a context manager: leaving it ends them."""
+    """Context manager of several ranks, each a process; leaving it ends them."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -277,7 +282,7 @@ class RankGroup:
             process.join(TIMEOUT_S)
 
     def slowest(self, question: Question) -> dict[str, float]:
-        """Seconds of the rank that needed longest, by what they were needed for."""
+        """Return the seconds of the slowest rank, by purpose."""
         for connection in self._connections:
             connection.send(question)
         answers = [connection.recv() for connection in self._connections]

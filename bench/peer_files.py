@@ -1,4 +1,4 @@
-"""The random weights of `bench.engine_sides.MODEL` as files: what the engines beside ours read."""
+"""Random weights of `bench.engine_sides.MODEL` as files for the other engines."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def _real(name: str) -> float:
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model, by its name without `model.` and `.weight`."""
+    """Return the shape of every tensor of the model, by its name without `model.` and `.weight`."""
     hidden, inner, head = _number("hidden_size"), _number("intermediate_size"), _number("head_dim")
     queries, keys = _number("num_attention_heads") * head, _number("num_key_value_heads") * head
     layer = {
@@ -72,7 +72,7 @@ def _tensor(source: RandomWeights, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """config.json and one safetensors file, unless they are there. Returns the folder."""
+    """Write config.json and one safetensors file, unless they exist; return the folder."""
     config = folder / "config.json"
     if not config.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,14 +87,14 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def write_gguf(path: Path) -> Path:
-    """The same for llama.cpp, unless it is there, with the package `gguf`. Returns the path.
+    """Write the same for llama.cpp with the package `gguf`, unless it exists; return the path.
 
     Raises:
         ModuleNotFoundError: `gguf` is not installed.
     """
     if path.exists():
         return path
-    import gguf  # of llama.cpp, on the machines that compare with it
+    import gguf  # of llama.cpp, on machines that compare with it
 
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")

@@ -1,11 +1,12 @@
-"""vLLM's side of `bench.peers` and `bench.mixed`, with a Python that has vLLM and nothing of ours:
+"""vLLM's side of `bench.peers` and `bench.mixed`, for a Python that has vLLM and none of our
+packages:
 
     PYTHON -P peer_vllm.py turns CHECKPOINT MAX_ROWS CONTEXT
     PYTHON -P peer_vllm.py streams CHECKPOINT MAX_ROWS CHUNK
 
-`turns` reads one JSON command per line and answers with one, as `bench.engine_sides` does.
+`turns` reads one JSON command per line and responds with one line, as `bench.engine_sides` does.
 `streams` takes requests while others run ({"do": "add", "name", "prompt", "max_tokens"}, {"do":
-"abort", "name"}) and writes a line per step: how many tokens each request has got. Both write a
+"abort", "name"}) and writes a line per step with the number of tokens of each request. Both write a
 first line when the model is loaded.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 
 
 class VllmEngine:
-    """vLLM's engine in this process, stepped by hand."""
+    """vLLM's engine in this process, stepped manually."""
 
     def __init__(self, checkpoint: str, max_rows: int, **settings: int) -> None:
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
@@ -59,7 +60,7 @@ class VllmEngine:
 
 
 class VllmTurns:
-    """Computes only what it is asked for."""
+    """Side that computes only on command."""
 
     def __init__(self, engine: VllmEngine, context: int) -> None:
         self._engine = engine
@@ -85,7 +86,7 @@ class VllmTurns:
         self._engine.step()
 
     def decode(self, steps: int) -> list[float]:
-        """Seconds of steps in which every row gains a token."""
+        """Return the seconds of steps in which every row gains a token."""
         seconds = []
         for _ in range(steps):
             began = time.perf_counter()
@@ -123,7 +124,7 @@ def serve_turns(side: VllmTurns, answers: TextIO) -> None:
 
 
 def serve_streams(engine: VllmEngine, answers: TextIO) -> None:
-    """Steps as long as there are requests, and ends with the input."""
+    """Step while there are requests; end with the input."""
     commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -151,7 +152,7 @@ def serve_streams(engine: VllmEngine, answers: TextIO) -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # keep vLLM's prints out of the responses
     what, checkpoint, max_rows, number = (
         sys.argv[1],
         sys.argv[2],

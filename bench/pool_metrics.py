@@ -1,4 +1,4 @@
-"""What a pool reports on /metrics, as benchmarks read it."""
+"""Metrics of a pool, as benchmarks read them."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ PATHS = ("target", "draft_extend", "draft_round")
 
 @dataclass(frozen=True)
 class PoolPorts:
-    """Where the stages of a pool serve metrics, by rank."""
+    """Metrics ports of a pool's stages, by rank."""
 
     ports: tuple[int, ...]
 
@@ -32,19 +32,19 @@ class Figures:
     samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
     def value(self, name: str, **labels: str) -> float:
-        """Summed over the labels that are not given; 0 for what never moved."""
+        """Return the sum over the labels not given; 0 if there is no sample."""
         wanted = set(labels.items())
         return sum(
             value for (found, own), value in self.samples.items() if found == name and wanted <= own
         )
 
     def mean(self, histogram: str, **labels: str) -> float | None:
-        """None where nothing was observed."""
+        """Return the mean, or None without observations."""
         count = self.value(f"{histogram}_count", **labels)
         return self.value(f"{histogram}_sum", **labels) / count if count else None
 
     def since(self, before: "Figures") -> "Figures":
-        """What was added."""
+        """Return the increase since `before`."""
         return Figures(
             {key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()}
         )
@@ -61,20 +61,20 @@ def scrape(port: int) -> Figures:
 
 
 async def decode_ports(cluster: LocalCluster) -> PoolPorts:
-    """Of the first decode pool of a cluster that is up."""
+    """Return the ports of the first decode pool of a running cluster."""
     names = [name for name in cluster.processes if name.partition(".")[0] == "decode-0"]
     return PoolPorts(tuple([await port_of(cluster, name) for name in sorted(names)]))
 
 
 async def port_of(cluster: LocalCluster, name: str) -> int:
-    """Where a process of the cluster serves metrics."""
+    """Return the metrics port of a process of the cluster."""
     port = (await cluster.processes[name].announced(timeout_s=10)).metrics_port
     assert port is not None, "workers serve metrics"
     return port
 
 
 def planner_calls(figures: Figures) -> dict[str, float]:
-    """Per forward of the stage, by path."""
+    """Return the calls per forward of the stage, by path."""
     forwards = figures.value("baton_pp_stage_step_seconds_count")
     return {
         path: figures.value("baton_plans_total", path=path) / forwards if forwards else 0.0

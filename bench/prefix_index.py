@@ -1,9 +1,9 @@
-"""`python -m bench.prefix_index`: how long a router takes to rebuild its index of prefix caches,
-and to choose with it.
+"""`python -m bench.prefix_index`: time of a router to rebuild its index of prefix caches, and to
+use it.
 
-A whole account of `--entries` resume points of one worker, as it comes over the wire; then choices
-among 64 prefill workers, each of which has a part of the prompt, and 64 decode pools, for prompts
-of 2,000 tokens in pages of 16.
+First, a full account of `--entries` resume points of one worker, as it arrives over the wire. Then
+choices among 64 prefill workers, each with a part of the prompt in its cache, and 64 decode pools,
+for prompts of 2,000 tokens in pages of 16.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NUM_CHOICES = 100
 
 
 def taken_s(work: Callable[[], object]) -> float:
-    """Seconds of a core, so that other work on it does not count."""
+    """Return the core seconds of the work, so that other work on the core does not count."""
     began = time.thread_time()
     work()
     return time.thread_time() - began
@@ -52,8 +52,10 @@ def rebuild_s(num_entries: int) -> float:
 
 
 async def choice_s() -> dict[str, float]:
-    """Seconds: to name a prompt's blocks, once per request; to look up who has them; to choose and
-    book a pair, that included."""
+    """Return the seconds to hash a prompt's blocks, to look up their workers, and to choose a pair.
+
+    Hashing is once per request; the choice includes the lookup and the booking.
+    """
     addresses = tuple(f"10.0.0.{number}:1" for number in range(NUM_WORKERS))
     pools = tuple(f"10.0.1.{number}:1" for number in range(NUM_WORKERS))
     facts = ModelLimits("m", "M", 1000, 1 << 20, 4, ())

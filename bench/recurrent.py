@@ -1,8 +1,9 @@
-"""Convolution and delta rule of Qwen3.5-0.8B's shape (16 heads of 128, bf16), and latent attention
-of DeepSeek-V3 (128 heads of 512 + 64; with a choice: 2,048 keys by 64 index heads of 128), beside
-another checkout in turn.
+"""Convolution and delta rule, and latent attention, against another checkout in turn.
 
     OMP_NUM_THREADS=2 python -m bench.recurrent [--against CHECKOUT] [--json]
+
+The shapes are Qwen3.5-0.8B's (16 heads of 128, bf16) and DeepSeek-V3's (128 heads of 512 + 64; with
+a choice: 2,048 keys by 64 index heads of 128).
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""One side of `bench.recurrent`: recurrent layers and latent attention of the checkout that
-PYTHONPATH names.
+"""One side of `bench.recurrent`: recurrent layers and latent attention of the checkout in
+PYTHONPATH.
 
-A process of its own per checkout: it reads a case per line from stdin ("delta prefill 1 512": part,
-kind, rows and tokens or context) and answers with the seconds that each layer took.
+Each checkout has its own process. It reads one case per line from stdin ("delta prefill 1 512":
+part, kind, rows, and tokens or context) and writes the seconds that each layer took.
 """
 
 import sys
@@ -59,7 +59,7 @@ class Delta:
         count = batch.num_tokens
         x = draw(count, CHANNELS + HEADS * DIM)[
             :, :CHANNELS
-        ]  # beside others' columns, as a projection gives it
+        ]  # next to other columns, as in a projection's output
         g, beta = -torch.rand(count, HEADS), torch.rand(count, HEADS)
 
         def run(layer: int) -> Tensor:
@@ -73,7 +73,7 @@ class Delta:
 
 
 class Latent:
-    """Attention over compressed keys, with a choice of keys before it or without."""
+    """Attention over compressed keys, with or without a choice of keys."""
 
     def __init__(self, *, chooses: bool) -> None:
         pages = 1 + MAX_ROWS * PAGES_PER_ROW

@@ -1,5 +1,4 @@
-"""How every benchmark reports: one JSON object on stdout with --json, aligned lines for people
-otherwise."""
+"""Report of every benchmark: one JSON object on stdout with --json, otherwise aligned lines."""
 
 import contextlib
 import json
@@ -17,7 +16,7 @@ Value = int | float | str | bool | None
 
 @dataclass(frozen=True)
 class Environment:
-    """What a figure cannot be compared without."""
+    """Environment that a figure depends on."""
 
     python: str
     machine: str
@@ -40,9 +39,11 @@ def _cpu_name() -> str:
 
 
 class OtherLoad:
-    """What others took of the cores since this was made: `foreign_cores`, other processes;
-    `stolen_cores`, the host of a virtual machine. With more than 0.2 of either a figure is
-    noise."""
+    """Core use of other processes since this object was made.
+
+    `foreign_cores` is that of other processes, `stolen_cores` that of a virtual machine's host.
+    Above 0.2 of either, figures are noise.
+    """
 
     def __init__(self) -> None:
         self._began_s, self._before = time.monotonic(), _cpu_times()
@@ -59,8 +60,8 @@ class OtherLoad:
 
 
 def _cpu_times() -> tuple[float, float, float]:
-    """Seconds so far: all processes', those that the host took, those of this process and all it
-    started."""
+    """Return the seconds so far of all processes, of the host, and of this process and its
+    descendants."""
     user, nice, system, _, _, irq, soft_irq, steal = map(
         int, Path("/proc/stat").read_text().split()[1:9]
     )
@@ -69,14 +70,13 @@ def _cpu_times() -> tuple[float, float, float]:
 
 
 def process_cpu_s(pid: int) -> float:
-    """CPU time a process has used so far, without its children."""
+    """Return the CPU time a process has used so far, without its children."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def _family_cpu_s() -> float:
-    """CPU time of this process and of all that it started, directly or not, those that have ended
-    included."""
+    """Return the CPU time of this process and all its descendants, including ended ones."""
     members = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -89,12 +89,13 @@ def _family_cpu_s() -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third, the state, on; the second may contain blanks."""
+    """Return the fields of /proc/PID/stat from the third (the state); the second may contain
+    blanks."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def render(name: str, values: Mapping[str, Value], *, as_json: bool) -> str:
-    """The report of one benchmark run; JSON adds the environment."""
+    """Return the report of one run; JSON includes the environment."""
     if as_json:
         return json.dumps({"bench": name, **values, "environment": asdict(environment())})
     width = max(map(len, values))

@@ -1,10 +1,10 @@
-"""`python -m bench.rolling`: every worker of a local cluster is restarted, round after round, under
-a steady load.
+"""`python -m bench.rolling`: rolling restarts of every worker of a local cluster under a steady
+load.
 
-One process at a time: each prefill worker, each decode pool's leader and stages; with `--kill` by
-SIGKILL. Reports the requests that failed, of which there should be none, what clients saw of it,
-and how long it took until every worker served again, as the router sees it. Ends with 1 if any
-failed, or if the median of those killed was away for more than three seconds.
+One process restarts at a time: each prefill worker, each decode pool's leader and stages; with
+`--kill` by SIGKILL. Reports failed requests (there should be none), latencies of clients, and the
+time until every worker serves again, as the router sees it. The exit code is 1 if a request failed,
+or if the median time of killed workers is above three seconds.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster, until
 from bench.report import OtherLoad, Value
 
-BATCH = 20  # requests planned at a time; the next ones follow when they have all arrived and ended
+BATCH = 20  # requests planned at a time; the next batch follows after all have arrived and ended
 RESTART_S = 120.0
-# of a killed worker of the demo model: supervisor, start, rejoining, warm-up, the router's look at
-# it
+# for a killed worker of the demo model: supervisor, start, rejoining, warm-up, and the router's
+# next look
 AWAY_BAR_S = 3.0
 
 
@@ -75,7 +75,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 async def come_back(cluster: LocalCluster, client: AsyncBatonClient, name: str) -> None:
-    """Kill a process of a worker; returns when every worker serves again, as the router sees it."""
+    """Kill a process of a worker; return when every worker serves again, as the router sees it."""
     process = cluster.processes[name]
     num_starts = process.num_starts
     process.kill()
@@ -89,7 +89,7 @@ def all_serve(status: ClusterStatus) -> bool:
 
 
 def missed(values: Mapping[str, Value]) -> list[str]:
-    """The bars that are not reached."""
+    """Return the missed bars."""
     found, away_s = failed_requests(values), values["away_s_p50"]
     if values["is_killed"] and isinstance(away_s, float) and away_s > AWAY_BAR_S:
         found.append(f"away_s_p50 {away_s:.3g} is above {AWAY_BAR_S:g}")
@@ -99,7 +99,7 @@ def missed(values: Mapping[str, Value]) -> list[str]:
 async def steady_load(
     client: AsyncBatonClient, flags: argparse.Namespace, over: asyncio.Event
 ) -> list[Outcome]:
-    """Requests at the given rate until it is over; then those that have begun end."""
+    """Send requests at the given rate until `over` is set; then let those that have begun end."""
     info = await client.model_info()
     shape = Shape(
         Lengths("constant", flags.prompt_tokens), Lengths("constant", flags.output_tokens)

@@ -1,15 +1,14 @@
-"""`python -m bench.router`: what a token and a request cost the router, beside a plain relay.
+"""`python -m bench.router`: the router's cost of a token and of a request, against a plain relay.
 
-A router stands before workers that compute nothing, a plain grpc.aio relay (two services of a few
-lines) before a source of the same tokens (`bench.router_sides`). Both sources give every stream a
-token at the same moments, as a pool does with each step. Streams of 2 tokens and streams of many go
-through the router and through the relay in turn, 8 and 64 at a time; the CPU time of the process in
-the middle says what a request costs, its 2 tokens included, and what each further token costs.
-Ratios are medians over turns. `tokens_per_message` is above 1 where the client was slower than the
-source.
+A router is in front of workers that compute nothing, and a plain grpc.aio relay (two services of a
+few lines) in front of a source of the same tokens (`bench.router_sides`). Both sources give every
+stream a token at the same moments, as a pool does with each step. Streams of 2 tokens and long
+streams go through the router and through the relay in turn, 8 and 64 at a time. The CPU time of the
+process in the middle gives the cost of a request with 2 tokens, and of each further token. Ratios
+are medians over turns. `tokens_per_message` is above 1 if the client was slower than the source.
 
-Last, a cluster decodes 8 streams of the demo model, and `worker_loop_share` says which part of the
-decode worker's CPU time its event loop's thread took.
+Finally, a cluster decodes 8 streams of the demo model. `worker_loop_share` is the share of the
+decode worker's CPU time in its event loop's thread.
 """
 
 import argparse
@@ -39,13 +38,13 @@ START_S, TIMEOUT_S = 60.0, 300.0
 
 
 def thread_cpu_s(pid: int) -> float:
-    """CPU time that its first thread has used so far: the one of its event loop."""
+    """Return the CPU time so far of the process's first thread, which runs its event loop."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @dataclass
 class Middle:
-    """The router or the relay, and what it took, a figure per turn."""
+    """Router or relay, with its cost per turn."""
 
     pid: int
     stub: "generation_pb2_grpc.GenerationAsyncStub"
@@ -55,7 +54,7 @@ class Middle:
     num_messages: int = 0
 
     async def turn(self, streams: int, requests: int, tokens: int) -> None:
-        """Short streams, then long ones."""
+        """Run short streams, then long ones."""
         before = process_cpu_s(self.pid)
         await self._ask(streams, requests, SHORT)
         request_s = (process_cpu_s(self.pid) - before) / (streams * requests)
@@ -88,7 +87,7 @@ class Middle:
 
 @contextlib.asynccontextmanager
 async def process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """One whose output is read here."""
+    """Run a process whose output is read here."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.PIPE
     )
@@ -107,7 +106,7 @@ async def line_of(child: asyncio.subprocess.Process) -> list[str]:
 
 
 async def compare(flags: argparse.Namespace) -> dict[str, Value]:
-    """Router and relay."""
+    """Compare router and relay."""
     values: dict[str, Value] = {}
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -156,7 +155,7 @@ async def compare(flags: argparse.Namespace) -> dict[str, Value]:
             for number in range(flags.turns + 1):
                 for middle in middles.values():
                     await middle.turn(streams, flags.requests, flags.tokens)
-                    if number == 0:  # its code is loaded and its connections are made now
+                    if number == 0:  # now its code is loaded and its connections are open
                         middle.per_request_s.clear()
                         middle.per_token_s.clear()
             values |= figures(streams, **middles)
@@ -180,7 +179,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 async def worker_share(model: Path, streams: int, tokens: int) -> float:
-    """Of the decode worker's CPU time, by its event loop's thread."""
+    """Return the share of the decode worker's CPU time in its event loop's thread."""
     config = ClusterConfig(model=model, listen="127.0.0.1:0", log_level="warning")
     async with (
         running_cluster(config) as (cluster, _),

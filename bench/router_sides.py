@@ -1,9 +1,8 @@
-"""What `bench.router` puts before and behind a router, each a process: `python -m
-bench.router_sides source|relay`.
+"""Processes around the router in `bench.router`: `python -m bench.router_sides source|relay`.
 
-`source` plays the workers behind a router and, on a port of its own, the service behind a plain
-relay. Nothing computes: every stream gets one token at each of the same moments, as from a pool's
-steps. `relay` is the plain one: whatever comes from the source goes to the client.
+`source` plays the workers of a router and, on a separate port, the service of a plain relay. It
+computes nothing: every stream gets one token at the same moments, as from a pool's steps. `relay`
+forwards everything from the source to the client.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from runtime.version import WIRE_VERSION
 from testing.past_proxies import PAST_PROXIES
 
 TOKENS = range(300, 500)  # ids of plain words
-ROOM = 1 << 20  # of everything that a worker counts
+ROOM = 1 << 20  # capacity for everything that a worker counts
 ENDLESS_METHODS = frozenset(
     {"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"}
 )
@@ -49,7 +48,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Steps:
-    """The moments at which every stream gets a token."""
+    """Moments at which every stream gets a token."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -73,7 +72,7 @@ Generate = Callable[
 
 
 def plain_source(steps: Steps) -> Generate:
-    """The service behind the relay."""
+    """Return the service that the relay calls."""
 
     async def generate(
         request: generation_pb2.GenerateRequest, context: Context
@@ -88,7 +87,7 @@ def plain_source(steps: Steps) -> Generate:
 
 
 def relay(source: grpc.aio.Channel) -> Generate:
-    """The service in the middle: what the source sends goes on."""
+    """Return the service of the relay, which forwards what the source sends."""
     stub = generation_pb2_grpc.GenerationStub(source)
 
     async def generate(
@@ -101,7 +100,7 @@ def relay(source: grpc.aio.Channel) -> Generate:
 
 
 async def serve_plainly(generate: Generate) -> tuple[grpc.aio.Server, str]:
-    """The server, which lives as long as it is kept, and its address."""
+    """Return the server, which lives while it is referenced, and its address."""
     method = grpc.unary_stream_rpc_method_handler(
         generate,
         request_deserializer=generation_pb2.GenerateRequest.FromString,
@@ -117,10 +116,10 @@ async def serve_plainly(generate: Generate) -> tuple[grpc.aio.Server, str]:
 
 
 class SourceWorker(worker_pb2_grpc.WorkerServicer):
-    """A worker with room for everything."""
+    """Worker with capacity for everything."""
 
     def __init__(self, role: str, model: Mapping[str, Any]) -> None:
-        """`model`: its config.json."""
+        """Start without requests. `model` is its config.json."""
         self._info = worker_pb2.WorkerInfo(
             role=role,
             incarnation=role,
@@ -154,7 +153,7 @@ class SourceWorker(worker_pb2_grpc.WorkerServicer):
 
 
 class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
-    """Draws the first token at the next step."""
+    """Prefill service that generates the first token at the next step."""
 
     def __init__(self, steps: Steps, calls: CallTracker) -> None:
         self._steps = steps
@@ -205,7 +204,7 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 class SourceDecode(decode_pb2_grpc.DecodeServicer):
-    """Draws the others, one at each step."""
+    """Decode service that generates the other tokens, one at each step."""
 
     def __init__(self, steps: Steps, calls: CallTracker) -> None:
         self._steps = steps
@@ -243,12 +242,12 @@ class SourceDecode(decode_pb2_grpc.DecodeServicer):
 
 
 def expired() -> Counter:
-    """Waits that took too long: there are none."""
+    """Return a counter of timeouts that stays empty."""
     return Counter("expired", "Waits that took too long.", registry=CollectorRegistry())
 
 
 async def serve_source(model: Path, step_s: float) -> None:
-    """Prints the addresses of the prefill worker, the decode worker and the relay's source."""
+    """Serve; print the addresses of prefill worker, decode worker and the relay's source."""
     config, steps = json.loads((model / "config.json").read_text()), Steps(step_s)
     addresses = []
     for role in ("prefill", "decode"):
@@ -277,7 +276,7 @@ async def serve_source(model: Path, step_s: float) -> None:
 
 
 async def serve_relay(source: str) -> None:
-    """Prints its address."""
+    """Print the address of the relay; serve."""
     async with grpc.aio.insecure_channel(source, options=PAST_PROXIES) as channel:
         server, address = await serve_plainly(relay(channel))
         print(address, flush=True)

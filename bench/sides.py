@@ -1,5 +1,4 @@
-"""Sides of a comparison: processes that compute only on request, one line of text for each question
-and answer."""
+"""Sides of a comparison: processes that compute on request, one line per question and answer."""
 
 import argparse
 import os
@@ -14,8 +13,10 @@ from bench.report import Value, render
 
 
 class LineProcess:
-    """A process that reads questions from its stdin and writes answers to its stdout, a line each.
-    Use as a context manager: leaving it ends the process."""
+    """Process that reads questions from stdin and writes answers to stdout, one line each.
+
+    Use it as a context manager: leaving it ends the process.
+    """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
@@ -31,14 +32,14 @@ class LineProcess:
         self._process.communicate()
 
     def exchange(self, question: str) -> str:
-        """The answer to one line."""
+        """Send one line; return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
         return self.next_line()
 
     def next_line(self) -> str:
-        """Raises RuntimeError when the process has ended."""
+        """Return the next line, or raise RuntimeError if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -47,7 +48,7 @@ class LineProcess:
 
 
 class CheckoutSide(LineProcess):
-    """Runs a script of this folder over the code of one checkout, which it times case by case."""
+    """Script of this folder that times the code of one checkout, case by case."""
 
     def __init__(self, script: str, checkout: Path) -> None:
         super().__init__(
@@ -57,12 +58,12 @@ class CheckoutSide(LineProcess):
         )
 
     def time(self, *case: str | int) -> float:
-        """Seconds per layer."""
+        """Return the seconds per layer."""
         return float(self.exchange(" ".join(map(str, case))))
 
 
 def checkout_sides(script: str, against: Path | None, stack: ExitStack) -> dict[str, CheckoutSide]:
-    """ "ours", and "against" if another checkout is given; they end with the stack."""
+    """Start "ours", and "against" if another checkout is given; they end with the stack."""
     checkouts = {"ours": Path(__file__).parents[1]} | (
         {} if against is None else {"against": against}
     )
@@ -75,7 +76,7 @@ def checkout_sides(script: str, against: Path | None, stack: ExitStack) -> dict[
 def compare_checkouts(
     name: str, text: str | None, measure: Callable[[Path | None], dict[str, Value]]
 ) -> None:
-    """The command line of a comparison with another checkout, and its report."""
+    """Run the command line of a comparison with another checkout, and print its report."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,10 @@
-"""`python -m bench.speculation`: decode tokens per second with a draft and without, by requests in
-flight.
+"""`python -m bench.speculation`: decode tokens per second with a draft and without, by running
+requests.
 
-Two clusters are up at the same time, one with the draft; the same prompts go to one and the other
-in turn, so that what else the machine does falls on both. The answers must be equal. Each shape of
-a step is recorded when it has come a few times, and drafts make many shapes, so as many other
-prompts come first, uncounted. Step times and planner calls are the pools' own metrics, of all
-prompts.
+Two clusters run at the same time, one with the draft. The same prompts go to both in turn, so that
+other load affects both. The responses must be equal. Each shape of a step is recorded after a few
+repetitions, and drafts create many shapes, so other prompts of the same number run first,
+uncounted. Step times and planner calls are the pools' own metrics, over all prompts.
 """
 
 import argparse
@@ -30,8 +29,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass
 class ClusterSide:
-    """One of the two clusters, and what it has done: tokens after the first one, and the seconds
-    they took."""
+    """One of the two clusters, with its tokens after the first one and their seconds."""
 
     client: AsyncBatonClient
     ports: PoolPorts
@@ -44,7 +42,7 @@ class ClusterSide:
         return self.tokens / self.seconds
 
     async def run(self, queries: Sequence[Query]) -> None:
-        """All at once; counted from the first token of the round to its last."""
+        """Run all queries at once; count from the first token of the round to its last."""
         results = await asyncio.gather(*(self._ask(query) for query in queries))
         began = min(first for _, first, _ in results)
         self.tokens += sum(len(ids) - 1 for ids, _, _ in results)
@@ -62,8 +60,10 @@ class ClusterSide:
         return tuple(ids), first, last
 
     async def steps(self, name: str) -> dict[str, Value]:
-        """Since the cluster started: tokens a request got from a pass, seconds of a step, planner
-        calls of its last stage per step, by path."""
+        """Return the tokens per request and pass, step seconds, and planner calls since the start.
+
+        Planner calls are per step of the last stage, by path.
+        """
         leader, last = await self.ports.leader(), await self.ports.last_stage()
         calls = planner_calls(last)
         return {

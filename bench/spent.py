@@ -1,5 +1,4 @@
-"""What the processes of a local cluster spend: seconds of a core by role, for how much work. Needs
-Linux."""
+"""Cost of a local cluster's processes: core seconds by role, for an amount of work. Needs Linux."""
 
 import asyncio
 import os
@@ -21,15 +20,15 @@ PREFILL, DECODE, OTHERS = (
     "prefill",
     "decode",
     "others",
-)  # the last: routers, and the program that asks
-MOST_PER_S = 100.0  # requests that a turn makes ready
-SETTLE_S = 0.3  # from the last answer until nothing is done for it any more
+)  # last: routers and the client program
+MOST_PER_S = 100.0  # requests prepared for one turn
+SETTLE_S = 0.3  # from the last response until its processing has ended
 _STEPS = "baton_pp_step_seconds_count"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests of one turn and their answers, in any order, and how long it took."""
+    """Requests of one turn with their responses in any order, and the duration."""
 
     planned: Sequence[Planned]
     outcomes: Sequence[Outcome]
@@ -38,7 +37,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class ClosedLoad:
-    """So many requests of a shape at a time, one after the other, for so long."""
+    """Closed loop: a number of concurrent requests of a shape, for some time."""
 
     shape: Shape
     at_once: int
@@ -65,7 +64,7 @@ class ClosedLoad:
 
 @dataclass(frozen=True)
 class OpenLoad:
-    """Requests of a shape as they come, so many a second, for so long."""
+    """Open loop: requests of a shape at a rate, for some time."""
 
     shape: Shape
     rate: float
@@ -82,8 +81,11 @@ class OpenLoad:
 
 @dataclass(frozen=True)
 class Spent:
-    """On some requests. `drawn`: tokens of answers but for first ones; `chunks` and `rounds`: steps
-    of prefill and of decode pools; `core_s`: by role."""
+    """Cost of some requests.
+
+    `drawn`: output tokens except first ones; `chunks` and `rounds`: steps of prefill and decode
+    pools; `core_s`: by role.
+    """
 
     requests: int
     prompt_tokens: int
@@ -100,7 +102,7 @@ class _CostCounts:
 
 
 class Meter:
-    """Of a cluster that is up, and of this program."""
+    """Meter of a running cluster and of this program."""
 
     def __init__(self, pids: Mapping[str, int], ports: Mapping[str, int]) -> None:
         self._pids = {**pids, OTHERS: os.getpid()}
@@ -108,7 +110,7 @@ class Meter:
 
     @classmethod
     async def of(cls, cluster: LocalCluster) -> "Meter":
-        """Raises ConfigError where the system does not show what processes spend."""
+        """Return a meter, or raise ConfigError if the system does not show processes' CPU time."""
         if sys.platform != "linux":
             raise ConfigError(
                 "what processes spend is read from /proc, which Linux has", field="cluster"
@@ -125,7 +127,7 @@ class Meter:
     async def spent(
         self, client: AsyncBatonClient, info: ModelInfo, load: ClosedLoad | OpenLoad, seed: int
     ) -> tuple[Spent, Asked]:
-        """On a load, which is asked for. Raises InternalError where a request fails."""
+        """Run a load and return its cost, or raise InternalError if a request fails."""
         before = await self._read()
         asked = await load.ask(client, info, seed)
         await asyncio.sleep(SETTLE_S)
@@ -159,6 +161,6 @@ def _role(name: str) -> str:
 
 
 def _core_s(pid: int) -> float:
-    """Of all threads that a process has, and had."""
+    """Return the core seconds of all threads that a process has, and had."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

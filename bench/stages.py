@@ -1,9 +1,9 @@
-"""`python -m bench.stages`: what a batch costs on its way from one stage to the next.
+"""`python -m bench.stages`: cost of sending a batch from one stage to the next.
 
-Two processes; the first sends a frame with hidden states of some rows, the other answers with an
-empty frame. Reported is the round trip by rows, and that of an empty frame both ways, which tensors
-have to be seen against. `ucx` puts them within the frame, `gloo` and `nccl` beside it (nccl: stage
-0 on cuda:0, stage 1 on cuda:1).
+The first of two processes sends a frame with hidden states of some rows, the other responds with an
+empty frame. The report has the round trip by rows, and that of an empty frame both ways as the
+baseline. `ucx` puts tensors into the frame; `gloo` and `nccl` send them separately (nccl: stage 0
+on cuda:0, stage 1 on cuda:1).
 """
 
 import argparse
@@ -30,12 +30,13 @@ MAX_BYTES = 64 << 20
 ROWS = (1, 8, 32, 512)
 TIMEOUT_S = 60.0
 WARM_S = (
-    0.5  # a stage that shared its core, as with another that starts, sleeps for a tenth of a second
+    # a stage that has shared its core, as with a starting process, sleeps for a tenth of a second
+    0.5
 )
 
 
 def backend_of(name: str, rank: int) -> LinkBackend | None:
-    """Raises ConfigError for nccl without two devices."""
+    """Return the backend of a channel, or raise ConfigError for nccl without two devices."""
     if name == "ucx":
         return None
     if name == "gloo":
@@ -44,7 +45,7 @@ def backend_of(name: str, rank: int) -> LinkBackend | None:
         raise ConfigError(
             "channel nccl needs two CUDA devices and a torch with NCCL", field="channel"
         )
-    from engine.pipeline.nccl_link import NcclBackend  # its import fails where torch has no NCCL
+    from engine.pipeline.nccl_link import NcclBackend  # its import fails if torch has no NCCL
 
     return NcclBackend(torch.device("cuda", rank))
 
@@ -60,7 +61,7 @@ def channel_of(name: str, rank: int) -> PoolChannel:
 
 
 def answer(name: str) -> None:
-    """The second stage: until the first is gone."""
+    """Run the second stage until the first is gone."""
     channel = channel_of(name, 1)
     print(channel.address.hex(), flush=True)
     leader = bytes.fromhex(sys.stdin.readline())
@@ -74,7 +75,7 @@ def answer(name: str) -> None:
 
 
 def round_trip_us(channel: PoolChannel, packet: Packet, repeats: int) -> float:
-    """Median, once both have been at it for WARM_S."""
+    """Return the median after both stages have run for WARM_S."""
     warm_s, times = time.perf_counter() + WARM_S, list[float]()
     while len(times) < repeats:
         began_s = time.perf_counter()

@@ -1,14 +1,14 @@
-"""`python -m bench.steps_ahead`: decode with `--overlap-steps` beside decode without, in one
-process and in turn.
+"""`python -m bench.steps_ahead`: decode with `--overlap-steps` against decode without, in one
+process.
 
-Two pools of one stage with the same weights, without any gRPC. Each turn starts `rows` requests on
-one of them; what counts is the time of its steps between the last request's first token and the
-first request's last one. A ratio is time without steps ahead / with them, so above 1 they are
-quicker: the median over turns, and that of the shortest turns, which is the better figure on a busy
-machine.
+Two pools of one stage have the same weights, and there is no gRPC. They take turns. Each turn
+starts `rows` requests on one of them. It counts the time of its steps between the last request's
+first token and the first request's last one. A ratio is time without steps ahead / with them, so
+above 1 they are faster. One is the median over turns; the other, of the shortest turns, is the
+better figure on a busy machine.
 
-With `--device-ms` no layer computes: each forward waits so long and leaves the interpreter to
-others, as one on a device does. That shows what of a step's planning is hidden.
+With `--device-ms` no layer computes: each forward sleeps and releases the interpreter, as on a
+device. That shows the share of a step's planning that is hidden.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PAGE_SIZE = 64
 
 @dataclass
 class Stamped(Answer):
-    """Notes when each token came."""
+    """Response that records the time of each token."""
 
     came_s: list[float] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Stamped(Answer):
 
 
 def step_s(pool: LocalPool, rows: int, prompt_tokens: int, num_tokens: int) -> float:
-    """Mean seconds of a step in which all rows take part."""
+    """Return the mean seconds of a step in which all rows take part."""
     rng, answers = random.Random(0), [Stamped() for _ in range(rows)]
 
     def submit() -> None:
@@ -77,7 +77,7 @@ def step_s(pool: LocalPool, rows: int, prompt_tokens: int, num_tokens: int) -> f
 
 
 def waiting_forward(seconds: float, vocab_size: int) -> Callable[..., StageOutput]:
-    """In place of `StageExecutor._forward`: plans where that does, then waits."""
+    """Return a stand-in for `StageExecutor._forward` that plans as it does, then sleeps."""
 
     def forward(self: StageExecutor, batch: ForwardBatch, *others: object) -> StageOutput:
         self.num_plans += plan_where_needed(batch, self._planner)
@@ -91,7 +91,7 @@ def waiting_forward(seconds: float, vocab_size: int) -> Callable[..., StageOutpu
 def pools(
     description: ModelDescription, rows: int, num_tokens: int
 ) -> Iterator[tuple[LocalPool, LocalPool]]:
-    """Without steps ahead, and with them."""
+    """Yield the pools without steps ahead, and with them."""
     pool = partial(
         local_pool,
         description,
@@ -107,7 +107,7 @@ def pools(
 def measure(
     description: ModelDescription, rows: int, flags: argparse.Namespace
 ) -> dict[str, Value]:
-    """Milliseconds of a step and the ratio."""
+    """Return the milliseconds of a step and the ratio."""
     with pools(description, rows, flags.context + flags.steps) as both:
         turns = [
             [step_s(pool, rows, flags.context, flags.steps) for pool in both]

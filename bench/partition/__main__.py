@@ -1,10 +1,10 @@
-"""`python -m bench.partition`: what a cluster makes of edges that are cut and mended.
+"""`python -m bench.partition`: behavior of a cluster whose network edges are cut and restored.
 
-Every process has a network namespace of its own, with an address of its own; each edge between two
-roles, and between the stages of a pool, is cut for some seconds, both ways and one way, under load,
-and mended. Every answer is compared with a single process's. Needs `ip` (iproute2) and user
-namespaces, not root; ends with 77 where they are refused, and with 1 if an answer was wrong, lost
-or hung, a process ended, or anything was not given back.
+Every process has its own network namespace and address. Each edge between two roles, and between
+the stages of a pool, is cut for some seconds under load, both ways and one way, and restored. Every
+response is compared with that of a single process. Needs `ip` (iproute2) and user namespaces, not
+root. The exit code is 77 if these are not permitted. It is 1 if a response was wrong, lost or hung,
+a process ended, or resources were not released.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def spelled(result: CellResult) -> str:
 
 
 def figures(results: list[CellResult]) -> dict[str, Value]:
-    """Sums, and the longest wait by edge, way and length of the cut."""
+    """Return the sums, and the longest wait by edge, way and duration of the cut."""
     return {
         "cells": len(results),
         "requests": sum(result.counts.num_requests for result in results),

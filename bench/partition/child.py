@@ -1,5 +1,4 @@
-"""`python -m bench.partition.child HOST MODULE ARG...`: become a role on one of the hosts of a
-`Network`."""
+"""`python -m bench.partition.child HOST MODULE ARG...`: become a role on a `Network` host."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Edges of a cluster, cut one after the other under load, each for some seconds, and mended."""
+"""Edges of a cluster, cut one after another under load, each for some seconds, and restored."""
 
 import asyncio
 import time
@@ -20,14 +20,14 @@ from bench.storm.verdict import Counts, Fate, ScoredTokens, stalls
 from tests.support.network.hosts import Network
 
 NUM_QUESTIONS = 12
-LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is mended
+LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is restored
 SETTLE_S = 60.0
 WORKER_FLAGS = ("--transport", "tcp", "--transport-interface", "eth0", "--drain-s", "2")
 ROUTER_FLAGS = ("--drain-s", "2")
 
 
 class Edge(StrEnum):
-    """Between which processes; of each role it is always the first that is cut off."""
+    """Ends of a cut edge; always the first process of each role."""
 
     ROUTER_PREFILL = "router-prefill"
     ROUTER_DECODE = "router-decode"
@@ -36,7 +36,7 @@ class Edge(StrEnum):
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """From the one end to the other."""
+        """Return the pairs of processes, from one end to the other."""
         return {
             Edge.ROUTER_PREFILL: (("router", "prefill-0"),),
             Edge.ROUTER_DECODE: (("router", "decode-0.0"),),
@@ -46,7 +46,7 @@ class Edge(StrEnum):
 
 
 class Way(StrEnum):
-    """Which packets are lost; back, of an edge of the router's, are a worker's reports."""
+    """Direction of lost packets; on an edge of the router, back loses the worker's reports."""
 
     BOTH = "both"
     THERE = "there"
@@ -68,25 +68,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """`longest_wait_s` is the longest that any client waited for its next message, `settled_s` the
-    time from the end of the last request until every worker serves and holds nothing."""
+    """Result of one cut.
+
+    `longest_wait_s` is the longest wait of a client for its next message. `settled_s` is the time
+    from the end of the last request until every worker serves and holds nothing.
+    """
 
     cell: Cell
     counts: Counts
     longest_wait_s: float
     settled_s: float
     held: leaks.StillHeld
-    num_restarts: int  # processes that ended; none should for want of a connection
+    num_restarts: int  # ended processes; a lost connection should end none
     failures: tuple[str, ...]
 
     @property
     def num_failed(self) -> int:
-        """Requests without a right answer."""
+        """Return the requests without a right response."""
         return sum(count for fate, count in self.counts.fates.items() if fate is not Fate.RIGHT)
 
 
 class Apart(ProcessPlaces):
-    """Each process on a host of its own."""
+    """Each process on its own host."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -102,7 +105,7 @@ class Apart(ProcessPlaces):
 
 @dataclass(frozen=True)
 class Grid:
-    """A running cluster whose edges can be cut."""
+    """Running cluster whose edges can be cut."""
 
     network: Network
     client: AsyncBatonClient
@@ -113,7 +116,8 @@ class Grid:
     timeout_s: float
 
     async def run(self, cell: Cell, *, seed: int) -> CellResult:
-        """Returns when all requests have ended and the cluster is clean, or `SETTLE_S` later."""
+        """Cut the edge; return when all requests have ended and the cluster is clean, or after
+        `SETTLE_S`."""
         starts = self._num_starts
         traffic = Traffic(self.client, self.questions, self.timeout_s)
         planned = plan(
@@ -164,8 +168,8 @@ async def grid(
     seed: int,
     sink: Callable[[str, str], None],
 ) -> AsyncIterator[Grid]:
-    """A router, and `pools` prefill workers and decode pools of two stages, each process on a host
-    of its own."""
+    """Run a router, and `pools` prefill workers and decode pools of two stages, on a host per
+    process."""
     names = [
         name
         for pool in range(pools)
