@@ -1,9 +1,9 @@
 """UCX's own bandwidth test as a reference: `ucx_perftest -t tag_bw` between two processes.
 
-As it comes, the test never writes what it sends: all of the buffer is the kernel's one page of
-zeros, which stays in the first-level cache whatever the message size, so it sends without reading
-memory. No sender of a cache can do that. The reference therefore has memory of its own, filled when
-it is allocated; the test as it comes is reported beside it.
+By default, the test never writes its send buffer. The whole buffer is then the kernel's one zero
+page, which stays in the first-level cache at any message size, so the test sends without reading
+memory. No sender of a cache can do that. The reference therefore allocates filled memory; the
+default test is reported next to it.
 """
 
 import importlib.util
@@ -25,15 +25,17 @@ START_S = 20
 _OWN_MEMORY = {
     "UCX_ALLOC_PRIO": "heap",
     "GLIBC_TUNABLES": "glibc.malloc.perturb=165",
-}  # malloc fills what it hands out
+}  # malloc fills the memory it returns
 
 
 class UcxReference:
-    """Runs the test under the same UCX settings as a handoff, with endpoint error handling on."""
+    """Test under the same UCX settings as a handoff, with endpoint error handling."""
 
     def __init__(self, profile: TransportProfile, cores: tuple[int, int]) -> None:
-        """`cores`: the sending side's and the receiving side's. Raises ConfigError when there is no
-        ucx_perftest."""
+        """Find the test, or raise ConfigError if there is no ucx_perftest.
+
+        `cores` are those of the sending and the receiving side.
+        """
         self._cores = cores
         self._binary, libraries = _find_perftest()
         options = {
@@ -49,11 +51,11 @@ class UcxReference:
         }
 
     def gbps(self) -> float:
-        """GB/s (1e9 bytes) of one run."""
+        """Return the GB/s (1e9 bytes) of one run."""
         return self._run({**self._environment, **_OWN_MEMORY})
 
     def gbps_of_zeros(self) -> float:
-        """GB/s of one run of the test as it comes."""
+        """Return the GB/s of one run of the default test."""
         return self._run(self._environment)
 
     def _run(self, environment: dict[str, str]) -> float:
@@ -107,7 +109,7 @@ class UcxReference:
 
 
 def _find_perftest() -> tuple[str, list[str]]:
-    """The program and the folders of its libraries: from the libucx package, or of the system."""
+    """Return the program and the folders of its libraries, of the libucx package or the system."""
     spec = importlib.util.find_spec("libucx")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         if (Path(folder) / "bin" / "ucx_perftest").exists():
@@ -125,7 +127,10 @@ def _free_port() -> int:
 
 
 def _wait_until_listening(server: subprocess.Popen[bytes], port: int) -> None:
-    """Without connecting: the server takes the first connection for its client."""
+    """Wait until the server listens.
+
+    A connection attempt would not do: the server takes the first connection for its client.
+    """
     suffix = f":{port:04X}"
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and server.poll() is None:

@@ -48,7 +48,7 @@ def build_json(spec: Dashboard) -> str:
 
 
 def _namespaces() -> dashboard.QueryVariable:
-    """Nothing chosen matches everything, also where scrapes give no namespace."""
+    """Return the variable of the namespace; an empty choice matches series without one, too."""
     return (
         dashboard.QueryVariable("namespace")
         .label("Namespace")

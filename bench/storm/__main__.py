@@ -1,9 +1,9 @@
-"""`python -m bench.storm`: what a cluster of two of each role makes of a storm.
+"""`python -m bench.storm`: faults of many kinds in a cluster of two of each role under load.
 
-Two routers, two prefill workers and two decode pools of two stages with drafts, under open-loop
-load, while a seeded schedule kills and stops processes, damages bits, fills a disk and shifts
-clocks, and most clients go away or misbehave. Every answer is compared with a single process's.
-Ends with 1 if one was wrong, lost or hung, or anything leaked.
+Two routers, two prefill workers and two decode pools of two stages with drafts run under open-loop
+load. A seeded schedule kills and stops processes, damages bits, fills a disk and shifts clocks;
+most clients disconnect or misbehave. Every response is compared with that of a single process. The
+exit code is 1 if one was wrong, lost or hung, or anything leaked.
 """
 
 import argparse
@@ -28,7 +28,7 @@ KINDS = (*FaultKind, *CLIENTS)
 
 
 def figures(storm: Storm) -> dict[str, Value]:
-    """One flat object; times in seconds."""
+    """Return the figures as one flat object; times in seconds."""
     counts, recovered = storm.counts, storm.recoveries_s
     by_kind = {
         kind: [
@@ -68,7 +68,7 @@ def figures(storm: Storm) -> dict[str, Value]:
 
 
 def holds(storm: Storm, *, min_right: float) -> bool:
-    """The bars that hold for every storm."""
+    """Return whether the storm meets the bars that hold for every storm."""
     counts = storm.counts
     right = counts.fates[Fate.RIGHT] >= min_right * (
         sum(counts.fates.values()) - counts.fates[Fate.DAMAGED]
@@ -80,7 +80,7 @@ def holds(storm: Storm, *, min_right: float) -> bool:
 
 
 def explain(storm: Storm) -> list[str]:
-    """A line for each fault, and for each request that has no right answer."""
+    """Yield a line for each fault, and for each request without a right response."""
     lines = [
         f"{fault.at_s:7.2f} s  {fault.kind} {fault.victim} {fault.amount:.1f}: back after {seconds:.2f} s"
         for fault, seconds in zip(storm.faults, storm.recoveries_s, strict=True)

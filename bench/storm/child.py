@@ -1,9 +1,8 @@
-"""`python -m bench.storm.child CONTROL MODULE ARG...`: become a role whose bytes and clock a storm
-can damage.
+"""`python -m bench.storm.child CONTROL MODULE ARG...`: become a role with damageable bytes and
+clock.
 
-The product has no switch for this: what is damaged is replaced here, in the process, before its
-module runs. Wall clock times that gRPC reads stay right, because its core, which is not Python,
-compares them with the true clock.
+The product has no switch for this. The damaged parts are replaced here, in the process, before its
+module runs. gRPC must read the true wall clock, because its C core compares these times with it.
 """
 
 import runpy
@@ -19,7 +18,7 @@ from runtime.errors import InternalError
 
 
 def damaged(buffer: bytes | bytearray | memoryview) -> memoryview:
-    """A copy with one bit in the middle changed."""
+    """Return a copy with one bit in the middle changed."""
     copy = bytearray(buffer)
     if not copy:
         raise InternalError("there is nothing to damage")
@@ -28,8 +27,7 @@ def damaged(buffer: bytes | bytearray | memoryview) -> memoryview:
 
 
 def shift_clock(control: Control) -> None:
-    """From now on `time.time` is off by what the control says, for all but gRPC, also its part that
-    is compiled."""
+    """Shift `time.time` by the control's offset from now on, for all callers except gRPC."""
     true_time, true_clock = time.time, ModuleType("time")
     vars(true_clock).update(vars(time))
     vars(cygrpc)["time"] = true_clock
@@ -42,7 +40,7 @@ def shift_clock(control: Control) -> None:
 
 
 def damage_messages(control: Control) -> None:
-    """Damage items of handoffs and frames between stages, after their authenticators were made."""
+    """Damage items of handoffs and frames between stages after they are authenticated."""
     from engine.memory.layout import Buffer
     from pool.pipeline import stage_channel as channel_module
     from pool.stage import stage as stage_module
@@ -51,7 +49,7 @@ def damage_messages(control: Control) -> None:
     from transfer.ucx.transport import UcxTransport
 
     class DamagedItems(UcxTransport):
-        """The sender digests what it gave away, not what became of it."""
+        """Transport whose sender digests the true bytes and sends damaged ones."""
 
         def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
             if not isinstance(buffer, memoryview) or not control.takes_item():

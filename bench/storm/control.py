@@ -1,7 +1,7 @@
-"""What a storm may do to a process from outside: a few numbers in a file that both have mapped.
+"""Faults that a storm requests of a process: a few numbers in a file that both have mapped.
 
 control = Control.create(path)          # the storm
-control.flip_items(1)                   # the next item that the process hands over has one bit wrong
+control.flip_items(1)                   # the next item that the process sends has one wrong bit
 
 Control.open(path)                      # the process, through `bench.storm.child`
 """
@@ -11,21 +11,21 @@ import struct
 from pathlib import Path
 from typing import Self
 
-_FIELDS = struct.Struct("<QQd")  # frames and items still to damage, seconds the clock is off
+_FIELDS = struct.Struct("<QQd")  # frames and items still to damage, clock offset in seconds
 _FRAMES, _ITEMS, _CLOCK = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<d")
 _ITEMS_AT, _CLOCK_AT = 8, 16
 
 
 class Control:
-    """Each number has one writer at a time, so that nothing needs a lock."""
+    """Requested faults; each number has one writer at a time, so that no lock is needed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """`create` and `open` make one."""
+        """Wrap mapped memory; use `create` or `open`."""
         self._memory = memory
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """A new file in which nothing is asked."""
+        """Create a file without requested faults."""
         path.write_bytes(bytes(_FIELDS.size))
         return cls.open(path)
 
@@ -35,7 +35,7 @@ class Control:
             return cls(mmap.mmap(file.fileno(), _FIELDS.size))
 
     def reset(self) -> None:
-        """Nothing is asked any more."""
+        """Cancel all requested faults."""
         self._memory[:] = bytes(_FIELDS.size)
 
     def flip_frames(self, count: int) -> None:
@@ -47,7 +47,7 @@ class Control:
         _ITEMS.pack_into(self._memory, _ITEMS_AT, count)
 
     def shift_clock(self, seconds: float) -> None:
-        """The wall clock of the process is off by so much from now on."""
+        """Shift the wall clock of the process by this offset from now on."""
         _CLOCK.pack_into(self._memory, _CLOCK_AT, seconds)
 
     @property
@@ -63,14 +63,14 @@ class Control:
         return int(_ITEMS.unpack_from(self._memory, _ITEMS_AT)[0])
 
     def takes_frame(self) -> bool:
-        """Whether this frame is to be damaged; counts it."""
+        """Return whether to damage this frame, and count it."""
         left = self.frames_to_flip
         if left:
             self.flip_frames(left - 1)
         return left > 0
 
     def takes_item(self) -> bool:
-        """The same of an item."""
+        """Return whether to damage this item, and count it."""
         left = self.items_to_flip
         if left:
             self.flip_items(left - 1)

@@ -1,4 +1,4 @@
-"""Does to the processes of a cluster what a storm's schedule says."""
+"""Injection of a storm's scheduled faults into the processes of a cluster."""
 
 import asyncio
 import os
@@ -22,8 +22,7 @@ _BLOCK = bytes(4096)
 
 
 class StormPlaces(ProcessPlaces):
-    """Each process on this machine's loopback, within `bench.storm.child`, with a control of its
-    own."""
+    """Processes on this machine's loopback, inside `bench.storm.child`, each with its control."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,13 +37,15 @@ class StormPlaces(ProcessPlaces):
         path = self._folder / f"{name}.control"
         if name not in self.controls:
             self.controls[name] = Control.create(path)
-        self.controls[name].reset()  # a new process has a clock that is right
+        self.controls[name].reset()  # a new process starts with the true clock
         return "bench.storm.child", (str(path), module, *arguments)
 
 
 class SmallDisk:
-    """A file system of a megabyte that can be filled. Needs the right to mount; `is_there` says
-    whether it could."""
+    """File system of one megabyte that can be filled.
+
+    It needs the right to mount; `is_there` is whether that succeeded.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +93,7 @@ class SmallDisk:
 
 
 class Injector:
-    """Carries faults out; `heal` ends all that goes on."""
+    """Injector of faults; `heal` ends all faults in progress."""
 
     def __init__(self, cluster: LocalCluster, places: StormPlaces, disk: SmallDisk) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""What a storm may leave behind: memory and sessions of workers, open files, processes."""
+"""Possible leaks of a storm: memory and sessions of workers, open files, processes."""
 
 import asyncio
 import os
@@ -12,13 +12,13 @@ from baton.cluster import LocalCluster
 from baton.values import ClusterStatus
 from runtime.errors import BatonError
 
-SPARE_DESCRIPTORS = 10  # connections that come and go
+SPARE_DESCRIPTORS = 10  # connections that open and close
 MARK = "BATON_STORM"  # in the environment of all processes of a storm
 
 
 @dataclass(frozen=True)
 class StillHeld:
-    """What workers hold with nothing to do, as a router sees it; counts summed over all workers."""
+    """Resources that idle workers hold, as a router sees them, summed over all workers."""
 
     pages: int
     slots: int
@@ -48,11 +48,11 @@ class StillHeld:
         )
 
 
-UNKNOWN = StillHeld(0, 0, 0, 0, 1)  # what cannot be asked is away
+UNKNOWN = StillHeld(0, 0, 0, 0, 1)  # an unreachable router counts as away
 
 
 async def settled(clients: Sequence[AsyncBatonClient], timeout_s: float) -> StillHeld:
-    """What is held when every router sees all given back, or what is still held then."""
+    """Return the held resources when every router sees none, or at the timeout."""
     held = UNKNOWN
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -69,7 +69,7 @@ async def settled(clients: Sequence[AsyncBatonClient], timeout_s: float) -> Stil
 
 
 def descriptors(cluster: LocalCluster) -> dict[str, int]:
-    """Open files of each process."""
+    """Return the number of open files of each process."""
     found = {}
     for name, process in cluster.processes.items():
         with suppress(FileNotFoundError):
@@ -78,15 +78,14 @@ def descriptors(cluster: LocalCluster) -> dict[str, int]:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """How many more there are than before, and than what comes and goes."""
+    """Return the growth of open files beyond that of changing connections."""
     return sum(
         max(0, count - before.get(name, count) - SPARE_DESCRIPTORS) for name, count in after.items()
     )
 
 
 def marked(mark: str) -> list[int]:
-    """Processes, other than this one, that have the mark in the environment they were started
-    with."""
+    """Return the other processes that were started with this mark in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,12 +1,11 @@
-"""Where the lines of a cluster's processes go."""
+"""Destination of the lines of a cluster's processes."""
 
 import time
 from pathlib import Path
 
 
 class LineFile:
-    """A `LogSink` into a file, with the time of each line as faults have it; nowhere without a
-    path."""
+    """`LogSink` into a file, with the times that faults use; without a path it drops lines."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("w", buffering=1)

@@ -1,4 +1,4 @@
-"""What happens when in a storm: the same seed gives the same storm."""
+"""Schedule of a storm; the same seed gives the same storm."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,22 @@ class FaultKind(StrEnum):
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP, later SIGCONT
     FRAME = "frame"  # one bit of a frame between stages
-    ITEM = "item"  # one bit of what is handed over
-    DISK = "disk"  # nothing can be written for a while; a process is killed meanwhile
+    ITEM = "item"  # one bit of a handed over item
+    DISK = "disk"  # all writes fail for a while, and a process is killed meanwhile
     CLOCK = "clock"  # the wall clock jumps
 
 
-STOP_S = (0.5, 8.0)  # a silent peer is noticed after four
+STOP_S = (0.5, 8.0)  # a silent peer is detected after four
 DISK_S = 2.0
 CLOCK_JUMPS_S = (-86400.0, -60.0, 3600.0)
 
 
 @dataclass(frozen=True)
 class StormFault:
-    """`amount`: seconds that it lasts, or those by which a clock jumps; 0 where neither means
-    anything."""
+    """Scheduled fault.
+
+    `amount`: duration in seconds, or the seconds of a clock's jump; 0 if neither applies.
+    """
 
     at_s: float
     kind: FaultKind
@@ -36,8 +38,11 @@ class StormFault:
 
 @dataclass(frozen=True)
 class Weather:
-    """`kill_every_s` and `other_every_s` are the pauses between two kills, and two faults of the
-    other kinds, which take turns. The first and last `calm_s` have none."""
+    """Frequency of faults.
+
+    `kill_every_s` is the pause between two kills, `other_every_s` that between two faults of the
+    other kinds, which alternate. The first and last `calm_s` have no faults.
+    """
 
     seconds: float
     kinds: frozenset[FaultKind]
@@ -47,7 +52,7 @@ class Weather:
 
 
 def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[StormFault]:
-    """In order of time. Every process is killed as often as any other, give or take one."""
+    """Return the faults in order of time; kills per process differ by at most one."""
     rng = random.Random(seed)
     faults = [
         StormFault(at_s, FaultKind.KILL, victim)
@@ -74,7 +79,7 @@ def _times(weather: Weather, every_s: float) -> list[float]:
 
 
 def _turns(items: Sequence[T], rng: random.Random) -> Iterator[T]:
-    """All of them in any order, again and again."""
+    """Yield all items in random order, again and again."""
     while True:
         yield from rng.sample(items, len(items))
 

@@ -1,4 +1,4 @@
-"""One storm: a cluster of two of each role, load, faults, and what is left afterwards."""
+"""One storm: a cluster of two of each role, load, faults, and a check for leaks."""
 
 import asyncio
 import os
@@ -23,22 +23,25 @@ from bench.storm.verdict import Counts, Pace, ScoredTokens, recoveries
 
 NUM_QUESTIONS = 16
 SETTLE_S = 60.0
-WARM_UP = 8  # questions before it begins, to each router
+WARM_UP = 8  # questions to each router before the storm
 PATIENT = Retry(
     attempts=40, resumptions=40, lost=4, last_pause_s=1.0
-)  # as long as its deadline allows
-ENDED_S = 5.0  # for the processes of a cluster that has ended
+)  # as long as a deadline allows
+ENDED_S = 5.0  # for the processes of a stopped cluster to exit
 WORKER_FLAGS = ("--drain-s", "2")
 ROUTER_FLAGS = ("--drain-s", "2")
 SETTINGS = (
-    "[router]\nclient_stall_s = 5\n"  # so that clients that do not read are met within a storm
+    "[router]\nclient_stall_s = 5\n"  # so that stalled clients are disconnected within a storm
 )
 
 
 @dataclass(frozen=True)
 class StormConfig:
-    """What to run. `timeout_s` is the deadline of each request, `draft` the directory of a draft
-    model, `sink` takes the processes' lines."""
+    """Configuration of a storm.
+
+    `timeout_s` is the deadline of each request, `draft` the directory of a draft model; `sink`
+    takes the processes' lines.
+    """
 
     weather: Weather
     seed: int
@@ -68,8 +71,10 @@ class StormConfig:
 
 @dataclass
 class Storm:
-    """What came of it; times as of `time.monotonic`. `untried` are kinds of faults that this
-    machine does not allow."""
+    """Results of a storm, with times of `time.monotonic`.
+
+    `untried` are the kinds of faults that this machine does not permit.
+    """
 
     faults: list[StormFault] = field(default_factory=list)
     untried: frozenset[FaultKind] = frozenset()
@@ -88,24 +93,26 @@ class Storm:
 
     @property
     def calm_share(self) -> float:
-        """Of the requests under way, how many went on at pace before the first fault."""
+        """Return the share of running requests that were at pace before the first fault."""
         first_s = min([fault.at_s for fault in self.faults], default=self.end_s - self.start_s)
         return Pace(self.requests).mean(self.start_s, self.start_s + first_s)
 
     @cached_property
     def recoveries_s(self) -> list[float]:
-        """Of each fault, when it is over."""
+        """Return the recovery time of each fault that is over."""
         return recoveries(Pace(self.requests), self.faults, self.start_s, self.end_s)
 
     @property
     def num_leaked(self) -> int:
-        """Pages, slots, sessions, requests, workers that are not back, descriptors and
-        processes."""
+        """Return the number of leaks.
+
+        They are pages, slots, sessions, requests, missing workers, descriptors and processes.
+        """
         return self.held.total + self.num_descriptors + self.num_processes
 
 
 async def run_storm(config: StormConfig) -> Storm:
-    """Raises BatonError when the cluster does not start, or does not answer before it begins."""
+    """Run a storm, or raise BatonError if the cluster fails before it begins."""
     storm, mark = Storm(), uuid.uuid4().hex
     with (
         tempfile.TemporaryDirectory(prefix="storm-") as name,
@@ -165,7 +172,7 @@ async def _run(
 
 
 async def _left_running(mark: str) -> int:
-    """Processes that outlive their cluster."""
+    """Return the number of processes that outlive their cluster."""
     until_s = time.monotonic() + ENDED_S
     while (left := leaks.marked(mark)) and time.monotonic() < until_s:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
@@ -174,7 +181,7 @@ async def _left_running(mark: str) -> int:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """For processes that start within the block."""
+    """Set variables for processes that start in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -186,7 +193,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """For this process and those it starts."""
+    """Place temporary files of this process and its children in `folder`."""
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         with _environment(TMPDIR=str(folder)):

@@ -1,4 +1,4 @@
-"""The load of a storm: requests arrive when they arrive, and not all of their clients behave."""
+"""Load of a storm: open-loop arrivals, and clients that misbehave."""
 
 import asyncio
 import json
@@ -13,25 +13,23 @@ from typing import Protocol
 from baton.values import Chunk, Event, Finish, ModelInfo, Query, Sampling, Stop, StructuredOutput
 from runtime.errors import BatonError
 
-HUNG_S = 10.0  # beyond its deadline: who waits so long waits for ever
+HUNG_S = 10.0  # beyond its deadline; a request that takes longer counts as hung
 UNREAD_TOKENS, UNREAD_LOGPROBS = 700, 20  # more than the windows of a connection hold
-UNREAD_S = (
-    12.0  # how long a client that does not read stays; a router lets go of it in the meantime
-)
+UNREAD_S = 12.0  # stay of a client that does not read; a router disconnects it in the meantime
 
 
 class Manner(StrEnum):
-    """How a client behaves."""
+    """Behavior of a client."""
 
     PATIENT = "patient"  # reads to the end
-    ABORTING = "aborting"  # goes away within a second
+    ABORTING = "aborting"  # disconnects within a second
     UNREAD = "unread"  # stays and stops reading
-    HOSTILE = "hostile"  # sends a schema that is made to hurt
+    HOSTILE = "hostile"  # sends a schema that is expensive on purpose
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of all arrivals; the rest is patient."""
+    """Shares of all arrivals; the rest is patient."""
 
     aborting: float = 0.6
     unread: float = 0.02
@@ -49,7 +47,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """A request that is to arrive; `patience_s` is when an aborting client leaves."""
+    """Planned request; `patience_s` is when an aborting client disconnects."""
 
     at_s: float
     question: int
@@ -59,8 +57,10 @@ class PlannedRequest:
 
 @dataclass
 class Seen:
-    """What a client saw of its request; times are those of `time.monotonic`. `error` is the reason
-    of what ended it, None where it finished or its client left."""
+    """Observations of a request's client, with times of `time.monotonic`.
+
+    `error` is the reason of its error, None if it finished or its client disconnected.
+    """
 
     coming: PlannedRequest
     sent_s: float = 0.0
@@ -75,8 +75,11 @@ class Seen:
 
 
 def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
-    """Prompts of random ordinary tokens, every third of which begins as the one before it does;
-    every other one sampled with penalties, the rest greedy. Logprobs always."""
+    """Return prompts of random ordinary tokens.
+
+    Every third prompt begins like the one before it. Every other one is sampled with penalties, the
+    rest is greedy. All request logprobs.
+    """
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
     prompts: list[tuple[int, ...]] = []
@@ -108,7 +111,7 @@ def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
 def plan(
     seconds: float, rate: float, num_questions: int, shares: Shares, *, seed: int
 ) -> list[PlannedRequest]:
-    """Evenly spaced, so that what clients get changes with faults and not with arrivals."""
+    """Return evenly spaced requests, so that latencies vary with faults and not with arrivals."""
     rng = random.Random(seed)
     return [
         PlannedRequest(index / rate, rng.randrange(num_questions), shares.draw(rng), rng.random())
@@ -117,8 +120,7 @@ def plan(
 
 
 def hostile_schemas() -> list[str]:
-    """Short texts that cost a compiler minutes, or each mask of a draw seconds, where nothing
-    limits them."""
+    """Return short schemas that cost minutes to compile, or seconds per mask, without limits."""
     primes = {
         "allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]
     }
@@ -144,7 +146,7 @@ def hostile_schemas() -> list[str]:
 
 
 class Asker(Protocol):
-    """Whom requests are sent through: an `AsyncBatonClient`."""
+    """Client that sends the requests, such as an `AsyncBatonClient`."""
 
     def generate(
         self, query: Query, *, timeout_s: float | None = None
@@ -152,8 +154,7 @@ class Asker(Protocol):
 
 
 class Traffic:
-    """Sends what is planned through `asker`, each request with `timeout_s`; `seen` fills as they
-    go."""
+    """Sender of planned requests through `asker`, each with `timeout_s`; `seen` grows meanwhile."""
 
     def __init__(self, asker: Asker, questions: Sequence[Query], timeout_s: float) -> None:
         self._asker = asker
@@ -162,7 +163,7 @@ class Traffic:
         self.seen: list[Seen] = []
 
     async def run(self, planned: Sequence[PlannedRequest], start_s: float) -> None:
-        """Returns when all have ended."""
+        """Send all requests; return when all have ended."""
         await asyncio.gather(
             *(self._one(index, coming, start_s) for index, coming in enumerate(planned))
         )
@@ -213,4 +214,4 @@ class Traffic:
                         for token, logprobs in zip(event.token_ids, event.logprobs, strict=True)
                     ]
                 if seen.coming.manner is Manner.UNREAD:
-                    await asyncio.sleep(UNREAD_S + 1)  # the time limit ends it
+                    await asyncio.sleep(UNREAD_S + 1)  # the time limit ends the request

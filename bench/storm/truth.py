@@ -1,5 +1,4 @@
-"""What one process answers, without any handoff, stage or draft: what a storm's answers are
-compared with."""
+"""Reference responses of one process, without any handoff, stage or draft."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ PAGE_SIZE, NUM_PAGES, MAX_RUNNING = 64, 256, 8
 
 
 def answers(model: Path, questions: Sequence[Query]) -> list[list[tuple[int, float]]]:
-    """(token id, logprob as the wire has it) of each, asked one after the other."""
+    """Return (token id, logprob as on the wire) of each response, one question after another."""
     torch.set_num_threads(1)
     with local_pool(
         read_model(model), page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING

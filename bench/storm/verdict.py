@@ -1,4 +1,4 @@
-"""What became of a storm's requests, by what a single process answers to the same questions."""
+"""Outcomes of a storm's requests, compared with a single process's responses."""
 
 import itertools
 from collections import Counter
@@ -9,28 +9,28 @@ from enum import StrEnum
 from bench.storm.schedule import StormFault
 from bench.storm.traffic import Manner, Seen
 
-ScoredTokens = Sequence[tuple[int, float]]  # token id, logprob as the wire has it
+ScoredTokens = Sequence[tuple[int, float]]  # token id, logprob as on the wire
 
-# A client that is refused so knows that nothing was served, and that it may come again.
+# Errors that tell a client that its request was not served, and that it may retry.
 REFUSALS = frozenset({"UNAVAILABLE", "DRAINING", "OUT_OF_CAPACITY"})
 DAMAGE = "DIGEST_MISMATCH"
-PACE_S = 0.5  # a request that gets nothing for longer is stalled all the while
-HOLD_S = 1.0  # for so long all must be well before it counts as back
+PACE_S = 0.5  # a request without a message for longer is stalled throughout
+HOLD_S = 1.0  # period of full service that counts as recovery
 BACK_SHARE = 0.95
 _TICK_S = 0.05
 
 
 class Fate(StrEnum):
     RIGHT = "right"
-    REFUSED = "refused"  # with a status that says so, and nothing before it
-    DAMAGED = "damaged"  # DATA_LOSS: a bit was wrong on its way, and the error reports it
+    REFUSED = "refused"  # with a status that says so, and without a token before it
+    DAMAGED = "damaged"  # DATA_LOSS: a bit was damaged in transit, and the error reports it
     LOST = "lost"
     WRONG = "wrong"
     HUNG = "hung"
 
 
 def fate(seen: Seen, truth: ScoredTokens) -> Fate:
-    """Of a patient client's request."""
+    """Return the outcome of a patient client's request."""
     if not is_prefix(seen.tokens, truth):
         return Fate.WRONG
     if seen.is_hung:
@@ -48,18 +48,18 @@ def is_prefix(tokens: ScoredTokens, truth: ScoredTokens) -> bool:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of all requests: those that must be right, and what the other clients saw."""
+    """Counts over all requests: those that must be right, and outcomes of other clients."""
 
     fates: Counter[Fate]
     num_requests: int
-    num_wrong: int  # of any manner
+    num_wrong: int  # of clients of any kind
     num_hung: int
-    num_cached: int  # of those that are right, what begins with tokens that were in a prefix cache
+    num_cached: int  # right responses whose prompt began with cached tokens
     hostile: Counter[str]
 
     @classmethod
     def of(cls, requests: Sequence[Seen], truths: Sequence[ScoredTokens]) -> "Counts":
-        """`truths` by question."""
+        """Return the counts; `truths` are by question."""
         patient = [
             (seen, fate(seen, truths[seen.coming.question]))
             for seen in requests
@@ -83,7 +83,7 @@ class Counts:
 
 
 def stalls(seen: Seen) -> list[tuple[float, float]]:
-    """The gaps in which a client waited for longer than `PACE_S`."""
+    """Return the gaps in which a client waited longer than `PACE_S`."""
     times = [seen.sent_s, *seen.message_s]
     if seen.ended_s is not None and not seen.has_finished:
         times.append(seen.ended_s)
@@ -91,7 +91,7 @@ def stalls(seen: Seen) -> list[tuple[float, float]]:
 
 
 class Pace:
-    """How many of the requests under way went on at pace, at any time of a storm."""
+    """Share of running requests at pace, at any time of a storm."""
 
     def __init__(self, requests: Sequence[Seen]) -> None:
         patient = [
@@ -103,7 +103,7 @@ class Pace:
         self._stalls = [gap for seen in patient for gap in stalls(seen)]
 
     def served(self, at_s: float) -> float:
-        """The share of the requests under way that were not stalled; 1 where there was none."""
+        """Return the share of running requests that were not stalled; 1 without requests."""
         under_way = sum(begin <= at_s < end for begin, end in self._spans)
         stalled = sum(begin <= at_s < end for begin, end in self._stalls)
         return 1 - stalled / under_way if under_way else 1.0
@@ -113,8 +113,11 @@ class Pace:
         return sum(self.served(begin_s + tick * _TICK_S) for tick in range(ticks)) / ticks
 
     def recovery_s(self, fault_s: float, until_s: float) -> float:
-        """From a fault until, for `HOLD_S`, the share served is `BACK_SHARE` of what it was in the
-        two seconds before; all the time to `until_s` where it never was."""
+        """Return the seconds from a fault to recovery.
+
+        The share served must be `BACK_SHARE` of that in the two seconds before, for `HOLD_S`.
+        Without recovery, return the time until `until_s`.
+        """
         wanted = BACK_SHARE * self.mean(fault_s - 2.0, fault_s)
         since_s = at_s = fault_s
         while at_s < until_s:
@@ -129,8 +132,10 @@ class Pace:
 def recoveries(
     pace: Pace, faults: Sequence[StormFault], start_s: float, end_s: float
 ) -> list[float]:
-    """Of each fault, by its place in `faults`. What comes of the next fault is counted with the
-    next."""
+    """Return the recovery of each fault, by its index in `faults`.
+
+    The effects of the next fault are counted with that one.
+    """
     times = [start_s + fault.at_s for fault in faults]
     return [
         pace.recovery_s(at_s, min([other for other in times if other > at_s] + [end_s]))
