@@ -34,7 +34,7 @@ from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
 from runtime.config import MAX_WAIT_S
 from runtime.errors import RequestAborted
 from runtime.process.child_process import program
-from runtime.process.standard_streams import told_of_full_disks
+from runtime.process.standard_streams import reporting_full_disk
 from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.version import VERSION
 
@@ -71,7 +71,7 @@ def demo(context: typer.Context) -> None:
     and stops it."""
 
     async def run(stop: StopSignal) -> None:
-        with told_of_full_disks():
+        with reporting_full_disk():
             if not await interruptible(stop, run_demo(Console(highlight=False), context.obj)):
                 raise RequestAborted("interrupted")
 

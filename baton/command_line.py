@@ -13,7 +13,7 @@ from baton.finite import finite
 from runtime.config import MAX_WAIT_S
 from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import report_end
-from runtime.process.standard_streams import told_of_full_disks
+from runtime.process.standard_streams import reporting_full_disk
 
 TargetOption = Annotated[
     list[str] | None,
@@ -55,7 +55,7 @@ def one_line_errors(
     `target` and the flags are those of a command that connects.
     """
     try:
-        with told_of_full_disks():
+        with reporting_full_disk():
             yield
     except BatonError as error:
         flags = advice(error, target or [DEFAULT_TARGET], tls_ca=tls_ca, token_file=token_file)

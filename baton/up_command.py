@@ -21,7 +21,7 @@ from baton.settings_check import check_settings
 from baton.values import ModelInfo
 from runtime.errors import BatonError
 from runtime.observe.log import LogStyle, configure, styled_line
-from runtime.process.standard_streams import told_of_full_disks
+from runtime.process.standard_streams import reporting_full_disk
 from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.security.access import PeerRole
 
@@ -178,7 +178,7 @@ def up(
     )
 
     async def run(stop: StopSignal) -> None:
-        with told_of_full_disks():
+        with reporting_full_disk():
             await interruptible(stop, _serve(settings, sink))
 
     raise typer.Exit(run_process("baton up", run))

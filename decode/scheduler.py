@@ -159,7 +159,7 @@ class DecodeScheduler:
         entry.advance(len(entry.request.prompt_token_ids))
         entry.draft.followed = with_draft
         # After a replay, drafting starts at its end.
-        entry.draft.landed = with_draft and len(entry.outputs) == 1
+        entry.draft.has_prompt_state = with_draft and len(entry.outputs) == 1
         self._run(entry)
         self._finish_if_done(entry)
 
@@ -229,7 +229,7 @@ class DecodeScheduler:
         beginning = [
             entry
             for entry in ready
-            if entry.draft.landed and entry.num_left > 1 and self._num_draft_tokens(entry)
+            if entry.draft.has_prompt_state and entry.num_left > 1 and self._num_draft_tokens(entry)
         ]
         if reading:
             batch = self._reading_batch(reading, ready)
@@ -285,7 +285,7 @@ class DecodeScheduler:
             self._append(entry, tokens)
 
     def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
-        drew = [
+        sampled = [
             (self._entries[key], length)
             for key, length, sampling in zip(
                 batch.request_keys, batch.query_lens, batch.sampling, strict=True
@@ -294,15 +294,15 @@ class DecodeScheduler:
         ]
         accepted = tuple(
             len(row.accepted) - 1
-            for (entry, _), row in zip(drew, result.verified, strict=True)
+            for (entry, _), row in zip(sampled, result.verified, strict=True)
             if entry.request.speculates and entry.scratch is not None
         )
         self.on_verified(
             VerifiedStep(
-                sum(length - 1 for _, length in drew),
+                sum(length - 1 for _, length in sampled),
                 accepted,
                 self.clock.now() - self._since_s,
-                len(drew) - len(accepted),
+                len(sampled) - len(accepted),
             ),
             len(self._turns),
         )

@@ -52,7 +52,7 @@ class DraftState:
     accepted: AcceptedNodes | None = None
     start: int = 0
     followed: bool = False
-    landed: bool = False
+    has_prompt_state: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -61,7 +61,7 @@ class DraftState:
 
     def begin(self, num_draft_tokens: int | None) -> SpecRow:
         """Return the row that grows the first tree from a draft state that has landed."""
-        self.landed = False
+        self.has_prompt_state = False
         return SpecRow(num_draft_tokens=num_draft_tokens)
 
     def verify(
@@ -113,7 +113,7 @@ class DraftState:
         if follows and not self.followed:
             self.start = context_len
         self.followed = follows
-        self.landed = False
+        self.has_prompt_state = False
         accepted = self.accepted
         self.accepted = None
         return SpecRow(parents, accepted, next_token_id, self.start, num_draft_tokens, scratch)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 # An event loop that wakes this late has not read its sockets meanwhile. It reads before it decides.
-HELD_UP_S = 0.25
+STALLED_S = 0.25
 
 
 class Clock(Protocol):

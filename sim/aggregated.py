@@ -93,7 +93,7 @@ class _AggregatedWorker:
         if self._rows:
             took_s += self._round_s() - min(prefill.step_s, decode.step_s)
         self.now_s += took_s
-        self._drew(1)
+        self._sampled(1)
         for handler, count in chunk:
             handler.unread -= count
             self.unread -= count
@@ -101,7 +101,7 @@ class _AggregatedWorker:
                 self._queue.popleft()
                 handler.first_s = self.now_s
                 self._rows.append(handler)
-                self._drew_of(handler, 1)
+                self._sampled_by(handler, 1)
 
     def _draw(self, until_s: float) -> None:
         """Run rounds with the same rows, until one has all its tokens or `until_s` has passed."""
@@ -109,16 +109,16 @@ class _AggregatedWorker:
         span = Rounds(self.now_s, min(row.left for row in self._rows), self._round_s(), growth_s)
         rounds = min(span.rounds_by(until_s) + 1, span.num_rounds)
         self.now_s = span.after_s(rounds)
-        self._drew(rounds)
+        self._sampled(rounds)
 
     def _round_s(self) -> float:
         return self.costs.decode.round_s(len(self._rows), sum(row.context for row in self._rows))
 
-    def _drew(self, num_tokens: int) -> None:
+    def _sampled(self, num_tokens: int) -> None:
         for row in tuple(self._rows):
-            self._drew_of(row, num_tokens)
+            self._sampled_by(row, num_tokens)
 
-    def _drew_of(self, row: _AggregatedRequest, num_tokens: int) -> None:
+    def _sampled_by(self, row: _AggregatedRequest, num_tokens: int) -> None:
         row.left -= num_tokens
         if row.left <= 0:
             row.last_s = self.now_s

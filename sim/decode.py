@@ -59,7 +59,7 @@ class DecodeWorker(SimulatedWorker):
         processor: Processor,
     ) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
-        self.num_landed_bytes = 0.0
+        self.num_received_bytes = 0.0
         self._arrivals = arrivals
         self._machine = machine
         self._loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ class DecodeWorker(SimulatedWorker):
             pages_free=pool.pages_free(self.processor.now()),
             slots_free=pool.slots_free,
             open_sessions=self._num_open,
-            output_tokens=pool.num_drawn,
+            output_tokens=pool.num_sampled,
         )
 
     def _serve(self, call: SimulatedCall) -> None:
@@ -216,13 +216,13 @@ class DecodeWorker(SimulatedWorker):
         handler.num_offers += 1
         handler.has_landed = False
         self._arrivals[handler.session_id, handler.epoch] = Arrival(
-            self.interface, lambda: self._landed(handler)
+            self.interface, lambda: self._pages_received(handler)
         )
         terms = transfer_pb2.DestinationTerms(session_id=handler.session_id, epoch=handler.epoch)
         handler.request.send(decode_pb2.DecodeEvent(destination=terms))
 
-    def _landed(self, handler: _SimulatedDecodeHandler) -> None:
-        self.num_landed_bytes += handler.num_bytes
+    def _pages_received(self, handler: _SimulatedDecodeHandler) -> None:
+        self.num_received_bytes += handler.num_bytes
         handler.has_landed = True
         self._commit_if_complete(handler)
 

@@ -92,7 +92,7 @@ class DecodePool:
     clock: Callable[[], float]
     span: Rounds | None = None
     busy_s: float = 0.0
-    num_drawn: int = 0
+    num_sampled: int = 0
     num_preemptions: int = 0
     _held: dict[int, DrawnRow] = field(default_factory=dict)  # all requests, by key
     _running: list[DrawnRow] = field(default_factory=list)
@@ -254,7 +254,7 @@ class DecodePool:
             row.context += count
             row.left -= count
             row.unsent += count
-            self.num_drawn += count
+            self.num_sampled += count
 
     def _rounds(self) -> int | None:
         """Return the rounds until the first row has its tokens or pages run out.

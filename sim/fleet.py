@@ -231,9 +231,9 @@ class Fleet:
         sent = sum(
             each.interface.num_bytes - each.interface.num_vain_bytes for each in self._prefill
         )
-        landed = sum(each.num_landed_bytes for each in self._decode)
-        if abs(sent - landed) > 1e-6 * sent:
-            raise InternalError(f"{sent:.0f} bytes left prefill workers, {landed:.0f} landed")
+        received = sum(each.num_received_bytes for each in self._decode)
+        if abs(sent - received) > 1e-6 * sent:
+            raise InternalError(f"{sent:.0f} bytes left prefill workers, {received:.0f} arrived")
 
     def _run(self, duration_s: float) -> FleetRun:
         picks = [router.picks() for router in self._routers.values()]

@@ -29,7 +29,7 @@ class Arrival:
     """Interface of a decode pool that expects a prompt, and the callback for its arrival."""
 
     interface: Interface
-    landed: Callable[[], None]
+    on_received: Callable[[], None]
 
 
 ArrivalTable = dict[tuple[str, int], Arrival]

@@ -254,7 +254,7 @@ class PrefillWorker(SimulatedWorker):
         num_bytes = self.costs.handoff_bytes(handler.num_tokens)
 
         def arrived() -> None:
-            arrival.landed()
+            arrival.on_received()
             handler.request.send(
                 prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes)))
             )

@@ -123,7 +123,7 @@ class SessionDeadlines:
     open_s: float = 10.0
     move_s: float = 120.0
     finish_s: float = 120.0
-    word_s: float = 10.0
+    report_s: float = 10.0
     replace_s: float = 120.0
 
     @classmethod
@@ -315,7 +315,7 @@ class ReceiveSession(_Session[ReceiveState]):
                 ReceiveState.RESERVED: limits.open_s,
                 ReceiveState.RECEIVING: limits.move_s,
                 ReceiveState.COMPLETE: limits.finish_s,
-                ReceiveState.FAILED: limits.word_s,
+                ReceiveState.FAILED: limits.report_s,
             },
         )
         self._replace_s = limits.replace_s

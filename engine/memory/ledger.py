@@ -110,7 +110,7 @@ class Ledger:
                 resource=self.name,
             )
         if count > self.num_free:
-            self.let_go(self._evict(count - self.num_free))
+            self.release(self._evict(count - self.num_free))
         if count > self.num_free:
             raise InternalError(
                 f"the cache of {self.name} gave up too few: {self.num_free} of {count} are free"
@@ -172,7 +172,7 @@ class Ledger:
             kept[item] = 1
         self._num_kept += len(ids)
 
-    def let_go(self, ids: Collection[int]) -> None:
+    def release(self, ids: Collection[int]) -> None:
         """Release the cache's hold on these ids; those without a lease become free.
 
         Raises:

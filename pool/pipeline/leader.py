@@ -262,14 +262,14 @@ class Leader:
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         self._close(f"{self._place(link.rank)} of the pool is leaving")
-        self._leaving[link.rank] = asyncio.create_task(self._let_go(link, grace_s))
+        self._leaving[link.rank] = asyncio.create_task(self._dismiss(link, grace_s))
 
     def _place(self, rank: int) -> Placement:
         return Placement.of(
             rank, self._config.world_size, self._config.tp, self._config.dp_attention
         )
 
-    async def _let_go(self, link: StageLink, grace_s: float) -> None:
+    async def _dismiss(self, link: StageLink, grace_s: float) -> None:
         await self._empty(grace_s)
         link.dismiss()
 

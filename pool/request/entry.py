@@ -145,8 +145,8 @@ class PrefixCache:
         if self.rule is None:
             return 0
         given = self._tree.clear()
-        self.pages.ledger.let_go(given.page_ids)
-        self.slots.ledger.let_go(given.slot_ids)
+        self.pages.ledger.release(given.page_ids)
+        self.slots.ledger.release(given.slot_ids)
         self._gave_up(given, "flush")
         return len(given.page_ids)
 
@@ -164,14 +164,14 @@ class PrefixCache:
     def _evict_pages(self, count: int) -> Sequence[int]:
         """Evict pages for a lease that finds too few free."""
         given = self._tree.evict_pages(count)
-        self.slots.ledger.let_go(given.slot_ids)
+        self.slots.ledger.release(given.slot_ids)
         self._gave_up(given, "pressure")
         return given.page_ids
 
     def _evict_snapshots(self, count: int) -> Sequence[int]:
         """Evict snapshots for a lease that finds too few slots free."""
         given = self._tree.evict_snapshots(count)
-        self.pages.ledger.let_go(given.page_ids)
+        self.pages.ledger.release(given.page_ids)
         self._gave_up(given, "pressure")
         return given.slot_ids
 

@@ -23,7 +23,7 @@ from pool.request.conversion import check_grammar, request_from_proto
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from protos import types_pb2
-from runtime.clock import HELD_UP_S
+from runtime.clock import STALLED_S
 from runtime.digests import block_names
 from runtime.errors import UnavailableError
 from runtime.observe.log import rebind
@@ -188,7 +188,7 @@ async def _in_time(drained: asyncio.Event) -> bool:
                 await drained.wait()
         except TimeoutError:
             now = loop.time()
-            if now - due_at < HELD_UP_S:
+            if now - due_at < STALLED_S:
                 break
             due_at = now + DRAIN_TIMEOUT_S
     return drained.is_set()

@@ -138,7 +138,7 @@ class Answer:
         self._responses = responses
         self.timeline = timeline
         self.token_ids = list(resumed)  # every token that the client has
-        self.drawn_by = ""  # identity of workers and prompt, sent with the first tokens
+        self.sampled_by = ""  # identity of workers and prompt, sent with the first tokens
         self._is_named = False
         self.has_ended = False
 
@@ -162,7 +162,7 @@ class Answer:
         self.token_ids.extend(chunk.token_ids)
         self.timeline.tokens(len(chunk.token_ids))
         if not self._is_named and chunk.token_ids:
-            chunk.compatibility = self.drawn_by
+            chunk.compatibility = self.sampled_by
             self._is_named = True
         self._send(response)
 

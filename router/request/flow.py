@@ -226,7 +226,7 @@ class RequestFlow:
     def _start(self, pair: WorkerPair) -> None:
         """Start the request on this pair, with the tokens that its client already has."""
         self._is_committed = False
-        self._answer.drawn_by = self._request.drawn_by(pair.decode.compatibility)
+        self._answer.sampled_by = self._request.sampled_by(pair.decode.compatibility)
         self._prefill = PrefillStream(self._parts, pair.prefill)
         self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
         if self._first_token is None and self._decode.may_compute_rest:
@@ -397,7 +397,7 @@ class RequestFlow:
                 if self._first_token is None:  # the pool prefilled the prompt locally
                     self._first_token = types_pb2.TokenChunk(token_ids=event.tokens.token_ids[:1])
                 self._timeline.decoded()
-                self._record.drew(len(event.tokens.token_ids))
+                self._record.sampled(len(event.tokens.token_ids))
                 self._emit(event.tokens)
             case "committed":
                 exposed_s = self._timeline.timings.transfer_exposed_s = (
@@ -460,7 +460,7 @@ class RequestFlow:
         if not self._is_prefill_done:
             return
         if self._prefill.has_first_token:
-            self._prefill.let_go()
+            self._prefill.release()
         else:
             self._prefill.close()  # its predecessor died after it had delivered everything
 

@@ -397,15 +397,15 @@ class ServiceTimeModel:
         self.habits = ClientHabits(clock)
 
     def work(
-        self, client: str, prompt_tokens: int, max_tokens: int, num_drawn: int = 0
+        self, client: str, prompt_tokens: int, max_tokens: int, num_sampled: int = 0
     ) -> TokenWork:
         """Return the work of a request that lacks `prompt_tokens` tokens of its prompt.
 
-        `num_drawn` tokens of its response exist already: they are prefilled like a prompt.
+        `num_sampled` tokens of its response exist already: they are prefilled like a prompt.
         """
-        to_read = max(prompt_tokens, MIN_TOKENS) + num_drawn
+        to_read = max(prompt_tokens, MIN_TOKENS) + num_sampled
         return TokenWork(
-            to_read, max(self.habits.expected_tokens(client, max_tokens) - num_drawn, 0.0)
+            to_read, max(self.habits.expected_tokens(client, max_tokens) - num_sampled, 0.0)
         )
 
     def cautious_s(self, rates: Rates, client: str, work: TokenWork) -> float:
@@ -434,7 +434,7 @@ class ServiceRecord:
         self._since_s = service_model.clock.now()
         self._pool: Booking | None = None
         self._committed_s = 0.0
-        self._num_drawn = 0
+        self._num_sampled = 0
         self._has_moved = False
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
@@ -446,9 +446,9 @@ class ServiceRecord:
         pool.began()
         self._pool, self._committed_s = pool, self._service_model.clock.now()
 
-    def drew(self, num_tokens: int) -> None:
+    def sampled(self, num_tokens: int) -> None:
         """Count tokens that the decode pool sampled."""
-        self._num_drawn += num_tokens
+        self._num_sampled += num_tokens
 
     def moved(self) -> None:
         """Mark that the request has migrated."""
@@ -466,14 +466,14 @@ class ServiceRecord:
             return
         self._pool.finished()
         if not self._has_moved:
-            self._pool.answered(self._num_drawn, decode_s)
+            self._pool.answered(self._num_sampled, decode_s)
         self._pool = None  # a later `cut_off` records nothing for the pool
 
     def cut_off(self) -> None:
         """Record the end at the deadline: the request would have taken at least this long."""
         if self._pool is not None and not self._has_moved:
             self._pool.answered(
-                self._num_drawn, self._service_model.clock.now() - self._committed_s
+                self._num_sampled, self._service_model.clock.now() - self._committed_s
             )
         self._note()
 

@@ -50,7 +50,7 @@ class PrefillStream:
         if self.stream is not None:
             self.stream.send(prefill_pb2.PrefillInput(destination=destination))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Tell the prefill worker that the pool has everything it sent."""
         if self.stream is not None:
             self.stream.send(prefill_pb2.PrefillInput(release=prefill_pb2.PrefillRelease()))

@@ -80,7 +80,7 @@ class AdmissibleRequest:
         """Return the compatibility that the first choice's workers must fit; empty if any do."""
         return self.resumed_from[0] if self.resumed_from else ""
 
-    def drawn_by(self, compatibility: str) -> str:
+    def sampled_by(self, compatibility: str) -> str:
         """Return the `resumed_from` value for tokens sampled by workers of this compatibility."""
         return f"{compatibility}{_OF_PROMPT}{self.prompt.digest}"
 
@@ -143,9 +143,9 @@ async def admissible(
     return replace(resolved, client=client)
 
 
-def workers_of(drawn_by: str) -> str:
+def workers_of(sampled_by: str) -> str:
     """Return the compatibility in a `resumed_from` value."""
-    return drawn_by.partition(_OF_PROMPT)[0]
+    return sampled_by.partition(_OF_PROMPT)[0]
 
 
 def _of_this_prompt(resolved: AdmissibleRequest) -> AdmissibleRequest:

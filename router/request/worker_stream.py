@@ -23,7 +23,7 @@ from router.workers.directory import Directory
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from router.workers.worker_call import WorkerCall
-from runtime.clock import HELD_UP_S
+from runtime.clock import STALLED_S
 from runtime.errors import BatonError
 from runtime.observe.tracing import Metadata
 from runtime.process.supervision import first_leaf
@@ -208,10 +208,10 @@ class DueTimer:
         now = self._loop.time()
         if now < self.due_at:
             self._set(self.due_at)
-        elif now - self.due_at >= HELD_UP_S:
+        elif now - self.due_at >= STALLED_S:
             # This router did not run, for example because its process was stopped. Messages that
             # the worker sent meanwhile are handled first.
-            self.due_at = now + HELD_UP_S
+            self.due_at = now + STALLED_S
             self._set(self.due_at)
         else:
             self._overdue()

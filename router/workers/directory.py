@@ -427,7 +427,7 @@ class Directory:
         landed.
         """
         self._failed_links.remove(source.incarnation, pool.incarnation)
-        pool.landed(waited_s)
+        pool.record_handoff(waited_s)
 
     def is_fed(self, pool: Booking, context_tokens: int = 0) -> bool:
         """Return whether a prompt for this pool has a source, or no pool has one."""

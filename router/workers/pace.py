@@ -242,33 +242,35 @@ class AnswerPace:
     """
 
     clock: Clock
-    _answers: _DecayedSums = field(default_factory=_DecayedSums)
-    _landed: _DecayedSums = field(default_factory=_DecayedSums)
+    _responses: _DecayedSums = field(default_factory=_DecayedSums)
+    _handoffs: _DecayedSums = field(default_factory=_DecayedSums)
 
     def answered(self, seconds: float) -> None:
         """Record the duration of a response."""
-        self._answers.add(1, seconds, self.clock.now())
+        self._responses.add(1, seconds, self.clock.now())
 
-    def landed(self, num_tokens: int, waited_s: float) -> None:
+    def record_handoff(self, num_tokens: int, waited_s: float) -> None:
         """Record that `num_tokens` missing prompt tokens landed `waited_s` after the first token.
 
         Few tokens count as `MIN_TOKENS`: most of their time is overhead.
         """
-        self._landed.add(max(num_tokens, MIN_TOKENS), waited_s, self.clock.now())
+        self._handoffs.add(max(num_tokens, MIN_TOKENS), waited_s, self.clock.now())
 
     @property
     def answer_s(self) -> float:
         """Return the mean duration of a response in seconds; 0 before the first."""
-        return self._answers.seconds / self._answers.tokens if self._answers.tokens else 0.0
+        return self._responses.seconds / self._responses.tokens if self._responses.tokens else 0.0
 
     @property
     def token_share(self) -> float:
         """Return the relative increase of a response's duration per transferred token, from recent
         handoffs.
         """
-        is_known = self._answers.seconds > 0 and self._landed.seen_s >= self.clock.now() - MEMORY_S
+        is_known = (
+            self._responses.seconds > 0 and self._handoffs.seen_s >= self.clock.now() - MEMORY_S
+        )
         return (
-            self._landed.seconds / self._landed.tokens / self.answer_s
-            if is_known and self._landed.tokens
+            self._handoffs.seconds / self._handoffs.tokens / self.answer_s
+            if is_known and self._handoffs.tokens
             else 0.0
         )

@@ -87,12 +87,12 @@ class Booking:
             )
             self.worker.answer_pace.answered(seconds)
 
-    def landed(self, waited_s: float) -> None:
+    def record_handoff(self, waited_s: float) -> None:
         """Record that the missing part of the prompt landed in a decode pool, `waited_s` after the
         first token.
         """
         if not self.is_outlived:
-            self.worker.answer_pace.landed(self.num_tokens, waited_s)
+            self.worker.answer_pace.record_handoff(self.num_tokens, waited_s)
 
     def finished(self) -> None:
         """Record that a decode pool has released the request's memory."""

@@ -43,7 +43,7 @@ def _drawn(error: UnicodeError) -> tuple[str, int]:
 
 
 @contextmanager
-def told_of_full_disks() -> Iterator[None]:
+def reporting_full_disk() -> Iterator[None]:
     """Raise UnavailableError if a disk is full."""
     try:
         yield
@@ -64,7 +64,7 @@ def whole_output(name: str) -> Iterator[None]:
     gone.
     """
     try:
-        with told_of_full_disks():
+        with reporting_full_disk():
             try:
                 yield
             finally:

@@ -227,11 +227,11 @@ def failed(method: str, error: Exception) -> RpcFailure:
         logger.info("call rejected or failed: %s", failure.message, extra=fields)
     else:
         logger.error("bug in a handler", exc_info=error, extra=fields)
-    _let_go(error)
+    _drop_tracebacks(error)
     return failure
 
 
-def _let_go(error: BaseException | None) -> None:
+def _drop_tracebacks(error: BaseException | None) -> None:
     """Drop the tracebacks of an error and of its causes.
 
     The frames of a traceback hold the request, and reference cycles keep tracebacks until the

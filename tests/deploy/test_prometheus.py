@@ -196,7 +196,7 @@ async def lab_troubles(
     held = await lab.hold_every_page()
     async with load(lab.client, clients=60, prompt=20, tokens=40):
         await watch.until_fired("lab", "BatonPagesShort", "BatonQueueOld")
-        await lab.let_go(held)
+        await lab.release(held)
         await watch.until_fired("lab", "BatonFirstTokenSlow")
 
     await lab.lose_a_page()

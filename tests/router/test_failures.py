@@ -236,7 +236,7 @@ async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -
         await router.assert_nothing_left()
 
 
-@pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
+@pytest.mark.parametrize("point", [Point.RESERVED, Point.COMMIT, Point.TOKEN, Point.FINISH])
 async def test_the_only_decode_pool_lost_is_one_clear_status(
     workers: Workers, point: Point, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -347,7 +347,7 @@ async def test_prefill_dies_between_reservation_and_landing(workers: Workers) ->
         await asyncio.sleep(0.1)
         may_land.set()
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)
-        assert workers.journal.events().count(Point.LANDED) == 2
+        assert workers.journal.events().count(Point.RESERVED) == 2
         assert workers.journal.events().count(Point.SENDING) == 1
         await router.assert_nothing_left()
 

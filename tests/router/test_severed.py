@@ -60,7 +60,7 @@ async def test_a_pool_that_its_only_source_cannot_reach_gives_way_to_another() -
         assert (
             router.metric("baton_router_retries_total", role="decode", reason="HANDOFF_FAILED") == 1
         )
-        assert [name for name, what in journal.entries if what is Point.LANDED].count(
+        assert [name for name, what in journal.entries if what is Point.RESERVED].count(
             first.name
         ) == 1
         await router.assert_nothing_left()

@@ -24,7 +24,7 @@ OPEN, COMPLETE, DRAINED = (
     StageSessionState.COMPLETE,
     StageSessionState.DRAINED,
 )
-DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, word_s=5, replace_s=20)
+DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, report_s=5, replace_s=20)
 
 
 @pytest.fixture

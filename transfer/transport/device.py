@@ -126,7 +126,7 @@ class DeviceTransport:
         self._fetching: deque[_Crossing] = deque()
         # Copies to the device, or from it for the digest of received records.
         self._storing: deque[_Crossing] = deque()
-        self._landed: deque[_Crossing] = deque()  # received on the device, waiting for a buffer
+        self._received: deque[_Crossing] = deque()  # received on the device, waiting for a buffer
         self._sending: dict[Operation, _Crossing] = {}  # by inner operation
         self._receiving: dict[Operation, _Crossing] = {}
         self._below: dict[Operation, Operation] = {}  # receives: outer to inner operation
@@ -272,11 +272,11 @@ class DeviceTransport:
 
     def _fetch_landed(self) -> None:
         """Start the copies from which digests are computed."""
-        while self._landed:
-            self._landed[0].loan = self._staging.borrow(self._landed[0].operation.num_bytes)
-            if self._landed[0].loan is None:
+        while self._received:
+            self._received[0].loan = self._staging.borrow(self._received[0].operation.num_bytes)
+            if self._received[0].loan is None:
                 return
-            self._start_fetch(self._landed.popleft(), self._storing)
+            self._start_fetch(self._received.popleft(), self._storing)
 
     def _start_fetch(self, crossing: _Crossing, copies: deque[_Crossing]) -> None:
         crossing.lent.fetch(crossing.operation.buffer)
@@ -315,7 +315,7 @@ class DeviceTransport:
         elif below.state is not OperationState.DONE:
             self._end(crossing, below.state, below.error)
         elif self._route is Route.DIRECT:
-            self._landed.append(crossing)
+            self._received.append(crossing)
         else:
             crossing.lent.store(crossing.operation.buffer)
             crossing.copying_since_s = self._clock.now()

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
-from runtime.clock import HELD_UP_S, Clock
+from runtime.clock import STALLED_S, Clock
 
 PeerT = TypeVar("PeerT")
 
@@ -33,7 +33,7 @@ class SilentPeers(Generic[PeerT]):
         the last call.
         """
         now = self._clock.now()
-        passed_s = min(now - self._asked_s, HELD_UP_S)
+        passed_s = min(now - self._asked_s, STALLED_S)
         self._asked_s = now
         self._silent_s = {
             peer: 0.0

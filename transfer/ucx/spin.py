@@ -9,7 +9,7 @@ LONGEST_S = 20e-3  # longer waits are not counted: sleeping costs little in comp
 # number of recent waits: the stages of a pool wait for each other in turn, long and short
 NUM_WAITS = 8
 ROOM = 2  # spin limit as a multiple of the longest recent wait
-HELD_UP_S = 30e-6  # a larger gap between two checks means that another thread had the core
+PREEMPTED_S = 30e-6  # a larger gap between two checks means that another thread had the core
 # Share of a core, and CPU time at once, of other processes. More means that they need the core; a
 # kernel or a host uses less.
 OTHERS_SHARE = 0.1
@@ -52,7 +52,7 @@ class SpinThenSleep:
     def lasts(self) -> bool:
         """Return whether to continue to spin; call it between two checks for a frame."""
         now = self._clock()
-        if now - self._looked_s > HELD_UP_S:
+        if now - self._looked_s > PREEMPTED_S:
             self._count_others(now)
         self._looked_s = now
         return self._shared_until_s <= now < self._until_s

@@ -96,13 +96,13 @@ class SharingMachine(RuleBasedStateMachine):
         self.held[lease] = ([], lease.page_ids)
 
     @rule(page=st.integers(1, NUM_PAGES - 1))
-    def let_go(self, page: int) -> None:
+    def release(self, page: int) -> None:
         if page in self.cache:
             del self.cache[page]
-            self.pages.ledger.let_go([page])
+            self.pages.ledger.release([page])
         else:
             with pytest.raises(InternalError, match="it is not kept"):
-                self.pages.ledger.let_go([page])
+                self.pages.ledger.release([page])
 
     @rule(lease=consumes(leases))
     def end(self, lease: PageLease | None) -> None:
@@ -184,7 +184,7 @@ def test_two_readers_outlive_the_cache_and_the_writer() -> None:
     writer = pages.alloc(1, owner="a")
     pages.ledger.keep(writer.page_ids)
     first, second = (pages.alloc(0, owner=name, shared=[1]) for name in ("b", "c"))
-    pages.ledger.let_go([1])
+    pages.ledger.release([1])
     writer.end()
     first.end()
     assert pages.num_free == 2

@@ -56,7 +56,7 @@ async def test_events_come_in_the_order_of_a_life() -> None:
     assert of_decode == [
         Point.RESERVE,
         Point.POSTING,
-        Point.LANDED,
+        Point.RESERVED,
         Point.COMMIT,
         Point.TOKEN,
         Point.TOKEN,
@@ -66,7 +66,7 @@ async def test_events_come_in_the_order_of_a_life() -> None:
     assert order(Point.QUEUED) < order(Point.RESERVE), (
         "decode must not reserve while the prompt queues"
     )
-    assert order(Point.LANDED) < order(Point.SENDING)
+    assert order(Point.RESERVED) < order(Point.SENDING)
     assert order(Point.COMMIT) < order(Point.RELEASED), (
         "prefill must hold its pages until the commit"
     )
@@ -280,7 +280,7 @@ async def test_a_running_request_id_is_refused_a_second_time() -> None:
         Point.QUEUED,
         Point.STARTED,
         Point.RESERVE,
-        Point.LANDED,
+        Point.RESERVED,
         Point.COMPUTED,
         Point.SENDING,
         Point.COMMIT,

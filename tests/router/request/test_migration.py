@@ -88,7 +88,7 @@ def first_choice(pools: list[FakeDecode]) -> FakeDecode:
     return min(pools, key=lambda pool: pool.address)
 
 
-@pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
+@pytest.mark.parametrize("point", [Point.RESERVED, Point.COMMIT, Point.TOKEN, Point.FINISH])
 async def test_the_stream_goes_on_when_a_pool_dies_wherever_it_was(point: Point) -> None:
     prefill, pools = cluster()
     async with running_router(prefill, *pools) as router:

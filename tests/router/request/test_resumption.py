@@ -277,11 +277,11 @@ async def test_an_answer_goes_on_for_the_prompt_that_it_began_for() -> None:
     async with running_router(
         FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     ) as router:
-        drawn_by = (await router.ask(a_question([]))).chunks[0].compatibility
+        sampled_by = (await router.ask(a_question([]))).chunks[0].compatibility
         assert (
-            await router.ask(a_question(tokens[:4], resumed_from=[drawn_by]))
+            await router.ask(a_question(tokens[:4], resumed_from=[sampled_by]))
         ).token_ids == tokens[4:]
-        other = a_question(tokens[:4], resumed_from=[drawn_by])
+        other = a_question(tokens[:4], resumed_from=[sampled_by])
         other.token_ids.ids.append(1)
         with pytest.raises(
             UnavailableError,

@@ -149,7 +149,7 @@ def test_bytes_that_an_answer_waits_for_weigh_as_its_pool_being_full(
     pace = AnswerPace(ManualClock(0.0))
     assert pace.token_share == 0.0
     pace.answered(2.0)
-    pace.landed(1000, waited_s)
+    pace.record_handoff(1000, waited_s)
     pools = [
         worker._replace(load=load, token_load=pace.token_share)
         for worker, load in zip(idle(2), (0.1, 0.0), strict=True)
@@ -163,7 +163,7 @@ def test_waits_for_bytes_are_forgotten() -> None:
     clock = ManualClock(0.0)
     pace = AnswerPace(clock)
     pace.answered(2.0)
-    pace.landed(10, 0.5)
+    pace.record_handoff(10, 0.5)
     assert pace.token_share == pytest.approx(0.5 / MIN_TOKENS / 2.0), "few tokens count as more"
     clock.advance(MEMORY_S + 1)
     assert pace.token_share == 0.0

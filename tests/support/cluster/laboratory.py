@@ -124,7 +124,7 @@ class Laboratory:
                 except CapacityError:
                     await asyncio.sleep(0.05)
 
-    async def let_go(self, held: Reservation) -> None:
+    async def release(self, held: Reservation) -> None:
         scheduler = self.schedulers[-1]
         await self.leaders[-1].loop.submit(lambda: scheduler.release(held.key))
 

@@ -66,7 +66,7 @@ class Point(StrEnum):
     STARTED = "started"  # prefill said so
     RESERVE = "reserve"  # decode is about to reserve
     POSTING = "posting"  # decode has reserved and is about to say where
-    LANDED = "landed"  # decode said where
+    RESERVED = "reserved"  # decode sent the places of its pages
     COMPUTED = "computed"  # prefill is about to say the first token
     SENDING = "sending"  # prefill got the destination terms
     SENT = "sent"  # prefill said that every byte has left
@@ -501,7 +501,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             event_sender.destination(
                 transfer_pb2.DestinationTerms(session_id=session_id, epoch=epoch)
             )
-            await self.reached(Point.LANDED, request)
+            await self.reached(Point.RESERVED, request)
             delivered = self.fabric.delivered(session_id, epoch)
             first_token = await _first_token_and_delivery(inputs, delivered, first_token)
             if delivered.is_set() and first_token is not None:
