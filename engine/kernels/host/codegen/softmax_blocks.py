@@ -1,6 +1,6 @@
-"""Steps between the two products of attention: transposed keys, paired values, online softmax.
+"""The online softmax between the two products of attention.
 
-They are written in LLVM vectors of 16 lanes, so that every element has the same operations,
+It is written in LLVM vectors of 16 lanes, so that every element has the same operations,
 whatever its neighbors. Kernels that contain them are compiled with STRICT numbers (`compiled.py`),
 otherwise LLVM may simplify the exponential away.
 """
@@ -19,7 +19,7 @@ from engine.kernels.host.codegen.dot import (
     has_pair_products,
     in_all_lanes,
 )
-from engine.kernels.host.codegen.strided_loops import write_fetch
+from engine.kernels.host.codegen.lane_shuffles import lane_indices, pointer_at
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64
@@ -34,9 +34,6 @@ _I64 = ir.IntType(64)
 _F32 = ir.FloatType()
 _FLOATS = ir.VectorType(_F32, LANES)
 _INTEGERS = ir.VectorType(_I32, LANES)
-_QUARTER = ir.VectorType(_I32, 4)
-_HALF = ir.VectorType(_I32, 8)
-_SHORTS = ir.VectorType(_I16, 2 * LANES)
 
 # 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev points, relative
 # error 5e-9.
@@ -53,178 +50,6 @@ _EXP2_TO_BF16 = (0.6931339926201513, 0.240647048121149, 0.05344102927073067, 0.0
 # 1.5 * 2^23: x + this has x, rounded to the nearest integer, in its lowest bits.
 _MAGIC = 12582912.0
 _LOWEST = -120.0  # 2^x counts as 0 below this
-
-
-@intrinsic
-def turn(typing, addresses, offset, out, out_row):
-    """Transpose 16 rows of 16 words of 32 bits; vector i then has word i of every row.
-
-    addresses is the address of 16 int64, the addresses of the rows, to each of which `offset` bytes
-    are added. The vectors are written to `out`, `out_row` bytes apart.
-    """
-
-    def generate(context, builder, signature, arguments):
-        _turn(builder, *arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-@intrinsic
-def turn_and_fetch(typing, addresses, offset, out, out_row, ahead, distance):
-    """Transpose as `turn` does, and prefetch 32 lines from `ahead` on, `distance` bytes apart."""
-
-    def generate(context, builder, signature, arguments):
-        _turn(builder, *arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
-
-
-def _turn(b, addresses, offset, out, out_row, ahead=None, distance=None):
-    rows = [
-        b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset)
-        for row in range(LANES)
-    ]
-    for group in range(4):
-        # Vector q has these four words of the rows q, q + 4, q + 8, q + 12.
-        quarters = [
-            [b.load(_pointer(b, row, _QUARTER, 16 * group), align=4) for row in rows[start::4]]
-            for start in range(4)
-        ]
-        for word, vector in enumerate(_turned(b, [_joined(b, quarter) for quarter in quarters])):
-            at = b.add(out, b.mul(out_row, _I64(4 * group + word)))
-            b.store(vector, _pointer(b, at, _INTEGERS, 0), align=4)
-            for line in () if ahead is None else (0, 1):
-                write_fetch(
-                    b,
-                    b.add(ahead, b.mul(distance, _I64(2 * (4 * group + word) + line))),
-                    locality=2,
-                )
-
-
-def words_of(b, rows):
-    """Transpose eight words of 32 bits at each of 16 addresses.
-
-    Return eight vectors; vector i has word i of every row.
-    """
-    halves = [b.load(_pointer(b, row, _HALF, 0), align=4) for row in rows]
-    # Vector q has these words of the rows q and q + 4. So the quarters 0 and 2 of the transposed
-    # vectors have the words 0..3, the others 4..7.
-    low, high = (
-        _turned(
-            b,
-            [
-                b.shuffle_vector(halves[row], halves[row + 4], _places(range(LANES)))
-                for row in range(first, first + 4)
-            ],
-        )
-        for first in (0, 8)
-    )
-    return [
-        b.shuffle_vector(
-            low[word],
-            high[word],
-            _places(4 * quarter + lane for quarter in range(part, 8, 2) for lane in range(4)),
-        )
-        for part in (0, 1)
-        for word in range(4)
-    ]
-
-
-def _turned(b, vectors):
-    """Transpose four groups of 4 x 4 words at once."""
-    low = [_mixed(b, vectors[i], vectors[j], (0, 16, 1, 17)) for i, j in ((0, 1), (2, 3))]
-    high = [_mixed(b, vectors[i], vectors[j], (2, 18, 3, 19)) for i, j in ((0, 1), (2, 3))]
-    return [
-        _mixed(b, first, second, places)
-        for first, second in (low, high)
-        for places in ((0, 1, 16, 17), (2, 3, 18, 19))
-    ]
-
-
-def _joined(b, quarters):
-    halves = [b.shuffle_vector(quarters[i], quarters[i + 1], _places(range(8))) for i in (0, 2)]
-    return b.shuffle_vector(*halves, _places(range(16)))
-
-
-def _mixed(b, first, second, places):
-    """Return the same four places of each quarter of two vectors."""
-    return b.shuffle_vector(
-        first, second, _places(place + 4 * quarter for quarter in range(4) for place in places)
-    )
-
-
-@intrinsic
-def put_in_pairs(typing, first, second, out, out_stride):
-    """Combine two rows of 32 bf16 to two vectors of pairs (first's, second's).
-
-    The channels 0..15 are written to `out`, the others `out_stride` bytes after it.
-    """
-
-    def generate(context, b, signature, arguments):
-        first, second, out, stride = arguments
-        rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
-        for half, at in enumerate((out, b.add(out, stride))):
-            places = _places(
-                place
-                for channel in range(LANES)
-                for place in (channel + LANES * half, channel + LANES * half + 2 * LANES)
-            )
-            b.store(b.shuffle_vector(*rows, places), _pointer(b, at, _SHORTS, 0), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-def pairs_of(b, first, second):
-    """Combine two rows of 32 bf16 to two vectors of pairs, which stay in registers.
-
-    The order of channels is that of a single instruction: 0..3, 8..11, 16..19 and 24..27 in the
-    first vector, the others in the second.
-    """
-    rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
-    return [
-        b.shuffle_vector(
-            *rows,
-            _places(
-                place + 8 * quarter
-                for quarter in range(4)
-                for channel in range(4)
-                for place in (channel + 4 * half, channel + 4 * half + 2 * LANES)
-            ),
-        )
-        for half in (0, 1)
-    ]
-
-
-def mixed_quarters(b, first, second):
-    """Reorder 32 channels of fp32 in two vectors from channel order to that of `pairs_of`."""
-    return [
-        b.shuffle_vector(
-            first,
-            second,
-            _places(4 * half + 8 * quarter + lane for quarter in range(4) for lane in range(4)),
-        )
-        for half in (0, 1)
-    ]
-
-
-def mixed_halves(b, first, second):
-    """Reorder the channels from the order of `pairs_of` to channel order."""
-    return [
-        b.shuffle_vector(
-            first,
-            second,
-            _places(
-                8 * half + 4 * quarter + 16 * which + lane
-                for quarter in range(2)
-                for which in (0, 1)
-                for lane in range(4)
-            ),
-        )
-        for half in (0, 1)
-    ]
 
 
 @cache
@@ -276,7 +101,7 @@ class _Softmax:
         b = self._b
         found = self._found()
         before = [
-            in_all_lanes(b, b.load(_pointer(b, state, _F32, VECTOR_BYTES), align=4))
+            in_all_lanes(b, b.load(pointer_at(b, state, _F32, VECTOR_BYTES), align=4))
             for state in self._states
         ]
         highest = _highest(b, found, before)
@@ -301,7 +126,7 @@ class _Softmax:
         found = [
             [
                 b.load(
-                    _pointer(b, self._scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place),
+                    pointer_at(b, self._scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place),
                     align=4,
                 )
                 for place in places
@@ -311,7 +136,9 @@ class _Softmax:
         entry = b.block
         b.cbranch(b.icmp_signed("==", self._num_seen, _I64(0)), all_seen, some_hidden)
         b.position_at_end(some_hidden)
-        counts = [b.load(_pointer(b, self._num_seen, _I64, 8 * row), align=8) for row in self._rows]
+        counts = [
+            b.load(pointer_at(b, self._num_seen, _I64, 8 * row), align=8) for row in self._rows
+        ]
         left = [
             [_seen(b, found[row][place], counts[row], LANES * place) for place in places]
             for row in self._rows
@@ -364,7 +191,7 @@ class _Softmax:
                     b.store(b.fmul(b.load(at, align=4), factor), at, align=4)
             b.store(
                 b.extract_element(highest[row], lane),
-                _pointer(b, self._states[row], _F32, VECTOR_BYTES),
+                pointer_at(b, self._states[row], _F32, VECTOR_BYTES),
                 align=4,
             )
             b.branch(after)
@@ -385,12 +212,12 @@ def _weigh(b, found, weights, state, origin, unit, rounds):
     for place, part in enumerate(parts):
         if rounds:
             shorts = to_bf16(b, part)
-            b.store(shorts, _pointer(b, weights, shorts.type, VECTOR_BYTES // 2 * place), align=2)
+            b.store(shorts, pointer_at(b, weights, shorts.type, VECTOR_BYTES // 2 * place), align=2)
         else:
-            b.store(part, _pointer(b, weights, _FLOATS, VECTOR_BYTES * place), align=4)
+            b.store(part, pointer_at(b, weights, _FLOATS, VECTOR_BYTES * place), align=4)
     while len(parts) > 1:
         parts = [b.fadd(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    sums = _pointer(b, state, _FLOATS, 0)
+    sums = pointer_at(b, state, _FLOATS, 0)
     b.store(b.fadd(b.load(sums, align=4), parts[0]), sums, align=4)
 
 
@@ -406,7 +233,7 @@ def _side_by_side(b, vectors):
     joined = vectors[0]
     for place, vector in enumerate(vectors[1:], start=1):
         joined = b.shuffle_vector(
-            joined, vector, _places(lane + LANES * (lane == place) for lane in range(LANES))
+            joined, vector, lane_indices(lane + LANES * (lane == place) for lane in range(LANES))
         )
     return joined
 
@@ -426,7 +253,7 @@ def _highest(b, rows, others):
     for vectors in zip(*rows, strict=True):
         others = [_larger(b, vector, other) for vector, other in zip(vectors, others, strict=True)]
     for distance in (8, 4, 2, 1):
-        places = _places(lane ^ distance for lane in range(LANES))
+        places = lane_indices(lane ^ distance for lane in range(LANES))
         others = [_larger(b, b.shuffle_vector(other, other, places), other) for other in others]
     return others
 
@@ -516,12 +343,3 @@ def _fma(b, x, y, z):
 
 def constant(value):
     return ir.Constant(_FLOATS, [value] * LANES)
-
-
-def _places(places):
-    places = list(places)
-    return ir.Constant(ir.VectorType(_I32, len(places)), places)
-
-
-def _pointer(b, address, kind, offset):
-    return b.inttoptr(b.add(address, _I64(offset)), kind.as_pointer())

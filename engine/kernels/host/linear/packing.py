@@ -30,7 +30,7 @@ from engine.kernels.host.codegen.compiled import (
     take_seat,
 )
 from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES
-from engine.kernels.host.codegen.softmax_blocks import turn
+from engine.kernels.host.codegen.lane_shuffles import turn
 from engine.kernels.host.codegen.strided_loops import size_of
 
 SEGMENTS = EIGHTHS
