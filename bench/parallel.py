@@ -43,8 +43,9 @@ from engine.core.rows import Row, build_batch
 from engine.memory.heap import keep_freed_memory
 from engine.pipeline.c10d import PointToPoint, TCPStore, Work, gloo_group
 from engine.pipeline.channel import PacketKind, PartChannel, PartPiece
+from engine.pipeline.frame_parts import MAX_PART_BYTES
 from engine.pipeline.overlap import Overlap
-from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
+from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stage_executor import StageExecutor
 from models.loader import random_model
 from pool.pipeline.part_memory import PartMemory, this_host

@@ -25,9 +25,9 @@ from typing import Protocol, TypeGuard, TypeVar
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.time_limits import StepLimit
-from engine.pipeline.ranks import RankBatches, plan_step
 from engine.pipeline.results import StepResult
 from engine.pipeline.stages import Pipeline
+from engine.pipeline.step_plan import RankBatches, plan_step
 from runtime.errors import (
     BatonError,
     CapacityError,

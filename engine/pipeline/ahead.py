@@ -17,10 +17,10 @@ import torch
 
 from engine.core.batch import ForwardBatch
 from engine.core.rows import NOT_DRAWN
-from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepResult, StepResults
 from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.stages import Pipeline
+from engine.pipeline.step_plan import RankBatches
 
 STEPS_THREAD = "engine steps"
 

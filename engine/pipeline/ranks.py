@@ -29,17 +29,16 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import Ranks
-from engine.core.batch import DataShare, ForwardBatch, ForwardMode, idle_batch
 from engine.core.layer_range import ONLY_RANK, TensorRank
 from engine.core.time_limits import StepLimit
 from engine.pipeline import records
 from engine.pipeline.channel import PacketKind, PartChannel, PartPiece, StageChannel
-from engine.sampling.sampler import wanted_tokens
+from engine.pipeline.frame_parts import FrameParts
+from engine.pipeline.step_plan import RankBatches, rows_per_rank
 from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
 
 # errors that are not the fault of the batch
 BROKEN_POOL = (PeerLostError, IntegrityError, DeadlineError)
-MAX_PART_BYTES = 16 << 20  # limit of one frame of the stage channel
 # Offset of the numbers of exchanges within a data rank, which are counted separately.
 _WITHIN_DATA_RANK = 1 << 31
 _LOOK_S = 1.0
@@ -49,70 +48,6 @@ _SHARE_OF_STEP = 0.75
 
 _Outgoing = tuple[Sequence[int], memoryview]  # ranks of the pool, and the bytes for them
 _Incoming = tuple[int, memoryview]  # a rank of the pool, and the place for its bytes
-RankBatches = tuple[ForwardBatch | None, ...]  # the batch of each data rank
-
-
-def plan_step(own: Sequence[ForwardBatch | None]) -> RankBatches:
-    """Return the batches that the data ranks run in one step, given the batch of each.
-
-        a batch           itself; a PREBUILT one takes part in others' forwards once, with its
-                      `inner_idle`
-        none              nothing, or an idle batch if another rank has tokens
-
-    So a pool with one data rank never runs an idle batch. Every batch gets the shares of all ranks,
-    for layers that all of them divide. The shares are never absent.
-    """
-    shares = tuple(_share_of(batch) for batch in own)
-    is_needed = any(share.tokens for share in shares)
-    step = tuple(idle_batch() if batch is None and is_needed else batch for batch in own)
-    for batch in step:
-        if batch is not None:
-            batch.shares = shares
-    return step
-
-
-def _share_of(batch: ForwardBatch | None) -> DataShare:
-    if batch is None or batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
-        return DataShare(0, 0)
-    return DataShare(batch.num_tokens, len(wanted_tokens(batch)))
-
-
-def rows_per_rank(count: int, num_ranks: int) -> int:
-    """Return the rows of each rank, after padding `count` to a multiple of `num_ranks`.
-
-    A stage with one data rank never pads (case S3-2): all of its ranks have all rows after
-    attention, so no rows are gathered (`models.decoder`).
-    """
-    return -(-count // num_ranks)
-
-
-class _FrameParts:
-    """A `PartChannel` over the stage channel."""
-
-    max_bytes = MAX_PART_BYTES
-
-    def __init__(self, channel: StageChannel) -> None:
-        self._channel = channel
-
-    def begin(self, sequence: int) -> None:
-        """Do nothing: pieces of earlier batches are recognized when they are received."""
-
-    def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
-        packet = records.pack_piece(piece)
-        for rank in ranks:
-            self._channel.send(rank, packet, timeout_s=timeout_s)
-
-    def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
-        packet = self._channel.receive(rank, timeout_s=timeout_s)
-        if packet is not None and packet.kind not in (PacketKind.PART, PacketKind.FAULT):
-            raise IntegrityError(
-                f"from stage {rank}: {packet.kind.name.lower()} of batch {packet.sequence}, but a "
-                f"part is due"
-            )
-        return None if packet is None else records.unpack_piece(packet, into)
-
-    def abandon(self) -> None:
-        self._channel.wake()
 
 
 class StageRanks:
@@ -154,7 +89,7 @@ class StageRanks:
 
         Parts travel over `parts` if given.
         """
-        self._channel, self._parts = channel, parts or _FrameParts(channel)
+        self._channel, self._parts = channel, parts or FrameParts(channel)
         self._sequence = 0
         self._is_abandoned.clear()
 

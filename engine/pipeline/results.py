@@ -9,8 +9,9 @@ from engine.core.draft_trees import Verified
 from engine.core.request import DrawnToken
 from engine.pipeline import records
 from engine.pipeline.channel import PacketKind, StageChannel
-from engine.pipeline.ranks import RankBatches, StageRanks
+from engine.pipeline.ranks import StageRanks
 from engine.pipeline.records import StageResult
+from engine.pipeline.step_plan import RankBatches
 from engine.sampling.sampler import Scores
 from runtime.errors import BatonError, IntegrityError, InternalError
 

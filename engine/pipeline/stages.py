@@ -24,7 +24,7 @@ from engine.core.draft_trees import NO_TREE, SpecInfo, Verified
 from engine.core.time_limits import FrameLimit
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
-from engine.pipeline.ranks import BROKEN_POOL, RankBatches, StageRanks
+from engine.pipeline.ranks import BROKEN_POOL, StageRanks
 from engine.pipeline.records import StageInput, StageResult
 from engine.pipeline.results import (
     ResultCollector,
@@ -35,6 +35,7 @@ from engine.pipeline.results import (
     step_result,
 )
 from engine.pipeline.stage_executor import StageExecutor
+from engine.pipeline.step_plan import RankBatches
 from engine.sampling.sampler import RequestSampler, score
 from engine.speculative.contracts.drafter import Drafter
 from engine.speculative.contracts.verify import draw_runs

@@ -8,7 +8,7 @@ from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
 from engine.core.numerics import HOST
 from engine.memory.budget import describe_pools
 from engine.memory.layout import CacheSpec, PoolGeometry
-from engine.pipeline.ranks import MAX_PART_BYTES
+from engine.pipeline.frame_parts import MAX_PART_BYTES
 from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights
 from pool.stage.config import BALANCED, WorkerConfig

@@ -16,7 +16,8 @@ from decode.scheduler import DecodeScheduler
 from engine import loop as loop_module
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.ranks import RankBatches, StageRanks, plan_step
+from engine.pipeline.ranks import StageRanks
+from engine.pipeline.step_plan import RankBatches, plan_step
 from models.loader import ModelDescription
 from pool.request.entry import DataRanks
 from runtime.clock import ManualClock

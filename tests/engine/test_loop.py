@@ -15,8 +15,8 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
 from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver
-from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepFailed, StepResult, StepResults
+from engine.pipeline.step_plan import RankBatches
 from runtime.clock import ManualClock
 from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
 

@@ -15,8 +15,8 @@ from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepResult, StepResults
+from engine.pipeline.step_plan import RankBatches
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.stage.metrics import LeaderMeters, LoadBoard

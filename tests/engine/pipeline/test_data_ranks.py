@@ -15,8 +15,10 @@ from engine.core.request import Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.pipeline import records
 from engine.pipeline.channel import PartPiece
-from engine.pipeline.ranks import MAX_PART_BYTES, RankBatches, StageRanks, plan_step, rows_per_rank
+from engine.pipeline.frame_parts import MAX_PART_BYTES
+from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stage_executor import StageExecutor
+from engine.pipeline.step_plan import RankBatches, plan_step, rows_per_rank
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
 from pool.start import check_ranks

@@ -13,7 +13,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.layer_range import TensorRank
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
-from engine.pipeline import ranks as ranks_module
+from engine.pipeline.frame_parts import FrameParts
 from engine.pipeline.overlap import Half, Overlap
 from engine.pipeline.ranks import StageRanks
 from engine.pipeline.tensor_channel import TensorChannel
@@ -122,7 +122,7 @@ def test_an_exchange_may_begin_while_another_is_under_way(
     monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     """Parts of several pieces, too, of which those of both exchanges come mixed."""
-    monkeypatch.setattr(ranks_module._FrameParts, "max_bytes", piece_bytes)
+    monkeypatch.setattr(FrameParts, "max_bytes", piece_bytes)
     order: list[tuple[int, str, int]] = []
     channels = [TensorChannel(frames, max_bytes=1 << 20) for frames in InProcessChannel.pool(2)]
     overlaps, results = [Overlap(2), Overlap(2)], dict[int, StageOutput]()

@@ -12,7 +12,8 @@ from engine.core.batch import ForwardMode
 from engine.core.layer_range import TensorRank
 from engine.core.rows import Row, build_batch
 from engine.pipeline import records
-from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
+from engine.pipeline.frame_parts import MAX_PART_BYTES
+from engine.pipeline.ranks import StageRanks
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.pipeline.part_memory import PartMemory, this_host
 from runtime.errors import IntegrityError, InternalError, PeerLostError

@@ -11,8 +11,8 @@ from decode.worker import _outcome
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.ranks import RankBatches
 from engine.pipeline.results import StepResults
+from engine.pipeline.step_plan import RankBatches
 from pool.stage import warmup as warmup_module
 from pool.stage.warmup import run_inside
 from runtime.clock import SystemClock
