@@ -24,7 +24,8 @@ from torch import Tensor
 from baton.cluster_config import ClusterConfig
 from baton.values import Completion, Query, Sampling, Stop
 from bench.command import running_cluster
-from bench.gpu_model import LLAMA_8B, DeviceRandom
+from bench.gpu_configs import LLAMA_8B
+from bench.gpu_model import DeviceRandom
 from bench.report import Value, render
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics

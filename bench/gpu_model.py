@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import Ceilings, ceilings, seconds
+from bench.gpu_configs import HYBRID_9B, LLAMA_8B
 from bench.report import Value, render
 from engine.assembly.backend_set import Backends, StageBackends, StageCaches, build_executor
 from engine.core.batch import ForwardMode, SamplingRow
@@ -45,49 +46,6 @@ PAGE = 64
 _SHARE_OF_FREE = 0.8  # the rest is for activations and graphs
 Stopwatch = Callable[[Callable[[], object]], float]  # seconds per call
 _DRAW = SamplingRow(SamplingParams(), 0)
-_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
-LLAMA_8B: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_parameters": _ROPE,
-    "torch_dtype": "bfloat16",
-}
-HYBRID_9B: dict[str, object] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
-    "torch_dtype": "bfloat16",
-}
 
 
 @dataclass(frozen=True)

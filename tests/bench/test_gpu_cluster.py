@@ -8,7 +8,7 @@ import torch
 
 from baton.values import Completion, Finish, FinishReason, Timings, Usage
 from bench.gpu_cluster import OUTPUT_TOKENS, measure, summary, write_checkpoint
-from bench.gpu_model import LLAMA_8B
+from bench.gpu_configs import LLAMA_8B
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from models.loader import read_model

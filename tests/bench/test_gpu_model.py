@@ -8,16 +8,8 @@ import pytest
 import torch
 
 from bench.gpu import Ceilings
-from bench.gpu_model import (
-    HYBRID_9B,
-    LLAMA_8B,
-    PAGE,
-    DeviceRandom,
-    Sizes,
-    build,
-    measure,
-    reference,
-)
+from bench.gpu_configs import HYBRID_9B, LLAMA_8B
+from bench.gpu_model import PAGE, DeviceRandom, Sizes, build, measure, reference
 from bench.report import Value
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.recurrent_batch import check_mode, pool_of
-from engine.backends.recurrent_tree import first_state, kept_states, node_scratch
+from engine.backends.recurrent_tree import node_scratch
+from engine.backends.tree_layout import first_state, kept_states
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
 from engine.kernels.device.conv import conv_prefill

@@ -16,39 +16,23 @@ same (`int8.py`).
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.kernels.host.codegen import amx
-from engine.kernels.host.codegen.amx import LAYOUT_BYTES
 from engine.kernels.host.codegen.compiled import STORED_AS, Team, launch_integers
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES
+from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.tiles import is_tiled
 from engine.kernels.host.linear.int8 import CodedRows, coded, coded_blocks
-from engine.kernels.host.linear.packed_linear_kernel import (
-    SHARE_FIELDS,
-    compiled_for,
-    instructions,
-    streams,
-)
+from engine.kernels.host.linear.packed_linear_kernel import SHARE_FIELDS, compiled_for, instructions
 from engine.kernels.host.linear.packing import SEGMENTS, Segments, arranged, pack
-from engine.kernels.host.linear.product_sums import STREAM_ROWS, TILE_ROWS
+from engine.kernels.host.linear.work_shares import share_out, share_out_tiles
 from engine.kernels.host.tokens.row_ops import apart, rows_for_product
 from runtime.errors import InternalError
 
 REVISION = 6  # increment it if sums or roundings change, because then bits change
-
-_GROUP_BLOCKS = 4
-# Rows that share a pass over a segment of the weights while it is in the nearest cache.
-_CHUNK_ROWS = 48
-_CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's private cache
-_ITEMS_PER_THREAD = 4
-_STEP_BYTES = 4  # bytes of a row of x
-_SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's private cache while the weights pass
 
 
 def arithmetic_class() -> str:
@@ -163,11 +147,11 @@ class PackedWeight:
         num_panels, num_threads = 1 if up is None else 2, torch.get_num_threads()
         if self._tiled and num_rows > amx.MAX_ROWS and not headwise:
             x = apart(x, self._team)
-            work = _share_out_tiles(
+            work = share_out_tiles(
                 num_rows, num_blocks, num_panels, x.stride(0) * x.itemsize, num_threads
             )
         else:
-            work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
+            work = share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
         launch_integers(
             compiled_for(self.dtype, in_bytes=self.segments.in_bytes),
             work.num_items,
@@ -253,7 +237,7 @@ class PackedGroup:
         x, codes = _operand(x, first.segments, self._team)
         num_blocks, is_gated = first.blocks.shape[1], self._ups[0][0]
         num_matrices = len(table) // SHARE_FIELDS
-        work = _share_out(
+        work = share_out(
             max(counts),
             num_matrices,
             num_blocks,
@@ -311,106 +295,3 @@ def _scales_of(codes: CodedRows | None) -> tuple[int, int]:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-class _Partition(NamedTuple):
-    """The division of a product into items."""
-
-    num_items: int
-    scratch_bytes: int  # bytes of a thread: the configuration of tiles, then sums
-    fields: tuple[int, ...]  # fields of the record, up to `num_groups`
-
-
-@lru_cache(maxsize=4096)
-def _share_out(
-    num_rows: int,
-    num_matrices: int,
-    num_blocks: int,
-    num_panels: int,
-    num_threads: int,
-    segments: Segments,
-) -> _Partition:
-    """Divide a product into groups of blocks.
-
-    An item includes all rows if that gives every thread some items; otherwise the rows are divided
-    as well.
-    """
-    tile_rows, tile_blocks, chunk_rows, copy_row_bytes = TILE_ROWS, _GROUP_BLOCKS, _CHUNK_ROWS, 0
-    if segments.multiple > 1:
-        tile_rows = chunk_rows = amx.MAX_ROWS
-    elif num_rows <= STREAM_ROWS and streams(segments.dtype):
-        tile_rows, tile_blocks, chunk_rows, copy_row_bytes = (
-            STREAM_ROWS,
-            1,
-            STREAM_ROWS,
-            _copy_row_bytes(segments),
-        )
-    has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
-    group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
-    num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
-    num_items = num_groups * num_matrices
-    chunk_rows = min(chunk_rows, num_rows) if segments.multiple > 1 else -(-num_rows // num_chunks)
-    wanted = 1 if num_threads == 1 else max(1, -(-_ITEMS_PER_THREAD * num_threads // num_items))
-    share_chunks = -(-num_chunks // min(wanted, num_chunks))
-    scratch_bytes = (
-        _scratch_bytes(tile_rows, chunk_rows, group, num_panels) + chunk_rows * copy_row_bytes
-    )
-    return _Partition(
-        num_items * -(-num_chunks // share_chunks),
-        scratch_bytes,
-        (
-            tile_rows,
-            tile_blocks,
-            1,
-            chunk_rows,
-            copy_row_bytes,
-            share_chunks,
-            group,
-            num_groups,
-            num_threads,
-        ),
-    )
-
-
-def _copy_row_bytes(segments: Segments) -> int:
-    """Return the bytes of a copied row.
-
-    It is an odd number of lines, so that the data of all rows in one step fits into a cache.
-    """
-    return (
-        -(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1
-    ) * BLOCK_STEP_BYTES
-
-
-@lru_cache(maxsize=4096)
-def _share_out_tiles(
-    num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int
-) -> _Partition:
-    """Divide a product for many rows and tiles.
-
-    A share of x stays in a core's private cache while all groups pass.
-    """
-    num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // _CHUNK_TILE_ROWS)
-    wanted = max(
-        -(-_ITEMS_PER_THREAD * num_threads // num_groups), -(-num_rows * row_bytes // _SHARE_BYTES)
-    )
-    share_chunks = -(-num_chunks // min(wanted, num_chunks))
-    return _Partition(
-        num_groups * -(-num_chunks // share_chunks),
-        _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),
-        (
-            amx.MAX_ROWS,
-            _GROUP_BLOCKS,
-            amx.TILE_ROWS,
-            _CHUNK_TILE_ROWS,
-            0,
-            share_chunks,
-            _GROUP_BLOCKS,
-            num_groups,
-            num_threads,
-        ),
-    )
-
-
-def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:
-    return LAYOUT_BYTES + (tile_rows + (2 + num_panels) * chunk_rows) * blocks * BLOCK_STEP_BYTES
