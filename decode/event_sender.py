@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.core.request import DrawnToken
 from pool.request.conversion import extend_chunk
-from pool.request.router_call import EventSender
+from pool.request.streams import EventSender
 from protos import decode_pb2 as pb
 from protos import transfer_pb2
 
@@ -18,7 +18,7 @@ MAX_JOINED = 64  # tokens of one event
 
 
 class DecodeEventSender:
-    """A `pool.request.router_call.EventSender` with one method per event of this role."""
+    """A `pool.request.streams.EventSender` with one method per event of this role."""
 
     def __init__(self, event_sender: EventSender[pb.DecodeEvent], position: int = 0) -> None:
         """Create a sender; `position` is the number of output tokens that the router has."""

@@ -13,7 +13,7 @@ from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import in_vocabulary
 from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts
-from pool.request.router_call import Inbox, SessionChanged
+from pool.request.streams import Inbox, SessionChanged
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
@@ -33,7 +33,8 @@ from runtime.observe.tracing import begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
-from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
+from transfer.session import ReceiveSession, SessionDeadlines
+from transfer.session_states import ReceiveState
 from transfer.transport.authenticator import new_key
 
 DecodeInbox = Inbox[pb.DecodeInput, DecodeEntryEvent]

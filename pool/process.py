@@ -14,8 +14,8 @@ from engine.memory.budget import describe_pools
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
+from pool.pipeline.join import JoinReports
 from pool.pipeline.leader import Leader
-from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
 from pool.request.handler import EventPost, MemoryReclaimer
 from pool.role import LeaderParts, PoolRole

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 
-from pool.request.router_call import EventSender
+from pool.request.streams import EventSender
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.errors import FieldViolation, InvalidRequestError

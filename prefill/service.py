@@ -18,7 +18,8 @@ from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts, read_request, serve
-from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, SessionChanged
+from pool.request.router_call import Opening, RequestKind, RouterCall
+from pool.request.streams import Inbox, SessionChanged
 from prefill.event_sender import PrefillEventSender
 from prefill.prompts import FirstToken, PrefillEntryEvent, Scored, Started
 from prefill.scheduler import PrefillScheduler
@@ -40,7 +41,8 @@ from runtime.rpc.calls import CallTracker
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
-from transfer.session import SendSession, SendState
+from transfer.session import SendSession
+from transfer.session_states import SendState
 
 DESTINATION_TIMEOUT_S = 120.0  # seconds from the first token to the destination terms
 UNREAD_TIMEOUT_S = 120.0  # total seconds that the scores of a prompt may wait to be read

@@ -28,7 +28,8 @@ from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import RequestSampler
 from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
-from pool.pipeline.membership import JoinReports, JoinStream, weights_to_proto
+from pool.pipeline.join import JoinReports, JoinStream
+from pool.pipeline.membership import weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage

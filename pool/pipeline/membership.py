@@ -8,9 +8,7 @@ expected layers. Each forming gets its own key and a new epoch, above those that
 has seen. Every stage then reconnects its batch channel and reports ready. When all are ready, the
 leader begins to send. A lost stage breaks the pool until it, or its successor, joins.
 
-The follower's side is `JoinStream`. Its reports are sent in order while commands arrive. The stream
-has its own writer task, which ends with it. (An iterator passed to grpc would be awaited by a task
-that outlives the call, one more each time a stage joins.)
+The follower's side is `pool.pipeline.join`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Lifecycle of a request on a pool, the same for both roles.
 
 `read_request` validates the request before any work. `EventPost` delivers engine events to its
-inbox (`pool.request.router_call`). `serve` runs it, and `MemoryReclaimer` releases its memory after
+inbox (`pool.request.streams`). `serve` runs it, and `MemoryReclaimer` releases its memory after
 its end.
 """
 

@@ -161,7 +161,7 @@ STATED = [
         ("pool/request/router_call.py:SPARE_OPEN", "pool/request/router_call.py:MAX_INPUTS"),
     ),
     Stated(
-        SECURITY, "{} of one request that are unread |", ("pool/request/router_call.py:MAX_UNREAD",)
+        SECURITY, "{} of one request that are unread |", ("pool/request/streams.py:MAX_UNREAD",)
     ),
     Stated(
         SECURITY, "{} messages of scores for each", ("prefill/event_sender.py:MAX_UNREAD_SCORES",)
@@ -280,7 +280,7 @@ STATED = [
         "or one that has more than {} inputs ends the call",
         ("pool/request/router_call.py:MAX_INPUTS",),
     ),
-    Stated(API, "more than {} that are unread", ("pool/request/router_call.py:MAX_UNREAD",)),
+    Stated(API, "more than {} that are unread", ("pool/request/streams.py:MAX_UNREAD",)),
     Stated(
         CLIENT,
         "pauses grow from {} s to {} s",

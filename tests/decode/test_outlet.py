@@ -6,7 +6,7 @@ import pytest
 from decode.event_sender import MAX_JOINED, DecodeEventSender
 from engine.core.request import DrawnToken, TokenLogprobs
 from engine.pipeline.results import StepResult
-from pool.request.router_call import EventSender
+from pool.request.streams import EventSender
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.rpc.calls import MessageLimits, SendQueue

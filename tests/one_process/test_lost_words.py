@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pool.request.router_call import EventSender, Opening
+from pool.request.router_call import Opening
+from pool.request.streams import EventSender
 from prefill import worker
 from prefill.service import PrefillService
 from protos import prefill_pb2 as pb
@@ -19,7 +20,8 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from transfer.plan.handoff_terms import StageSessionEvent
-from transfer.session import ReceiveSession, ReceiveState
+from transfer.session import ReceiveSession
+from transfer.session_states import ReceiveState
 
 hear = ReceiveSession.on_stage_event
 

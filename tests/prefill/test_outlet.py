@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.request import DrawnToken, Request, TokenLogprobs
-from pool.request.router_call import EventSender, Inbox
+from pool.request.streams import EventSender, Inbox
 from prefill.event_sender import MAX_UNREAD_SCORES, PrefillEventSender
 from prefill.prompts import Scored
 from prefill.service import PrefillHandler, PrefillInbox, PrefillParts

@@ -8,14 +8,12 @@ from runtime.clock import ManualClock
 from runtime.errors import HandoffError, IntegrityError, InternalError, PeerLostError
 from transfer.agent.prompts import Tombstones
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
-from transfer.session import (
+from transfer.session import ReceiveSession, SendSession, SessionDeadlines
+from transfer.session_states import (
     RECEIVE_TRANSITIONS,
     SEND_TRANSITIONS,
-    ReceiveSession,
     ReceiveState,
-    SendSession,
     SendState,
-    SessionDeadlines,
     SessionInput,
 )
 

@@ -17,7 +17,8 @@ from transfer.plan.handoff_terms import (
     StageSessionEvent,
     StageSessionState,
 )
-from transfer.session import ReceiveSession, ReceiveState
+from transfer.session import ReceiveSession
+from transfer.session_states import ReceiveState
 from transfer.transport.authenticator import new_key
 
 PLACES = [Placement.of(rank, 8, 4, 2) for rank in range(8)]

@@ -21,7 +21,8 @@ from engine.sampling.guided import GuidedSampler
 from models.weights_digest import StageDigests
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
-from pool.pipeline.membership import JoinReports, PipelineService, StageLink
+from pool.pipeline.join import JoinReports
+from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage

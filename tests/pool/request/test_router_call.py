@@ -14,7 +14,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from pool.request import router_call
-from pool.request.router_call import MAX_INPUTS, MAX_UNREAD, Opening, RequestKind, RouterCall
+from pool.request.router_call import MAX_INPUTS, Opening, RequestKind, RouterCall
+from pool.request.streams import MAX_UNREAD
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.errors import (

@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from decode.event_sender import DecodeEventSender
 from engine.core.request import DrawnToken, TokenLogprobs
-from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall
+from pool.request.router_call import Opening, RequestKind, RouterCall
+from pool.request.streams import Inbox
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
