@@ -156,14 +156,10 @@ class DecodeHandler:
         check_compatible(
             parts.leader.compatibility, source.compatibility, source.compatibility_text
         )
-        if source.num_tokens != len(self._request.prompt_token_ids):
-            raise InvalidRequestError(
-                FieldViolation(
-                    "source.num_tokens",
-                    f"{source.num_tokens} differs from the prompt's "
-                    f"{len(self._request.prompt_token_ids)} tokens",
-                )
-            )
+        num_tokens = len(self._request.prompt_token_ids)
+        if source.num_tokens != num_tokens:
+            violation = f"{source.num_tokens} differs from the prompt's {num_tokens} tokens"
+            raise InvalidRequestError(FieldViolation("source.num_tokens", violation))
         if not source.sends_rest and self._reservation.held_tokens:
             key = self._reservation.key
             self._reservation = await parts.leader.loop.submit(

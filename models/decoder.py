@@ -160,16 +160,12 @@ class DecoderStage:
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
             self._head = weights.linear(name, rows=(spec.vocabulary,), in_features=spec.hidden_size)
-        if self._is_first:
-            shares_head = self._is_last and spec.tied_head and not weights.in_bytes
-            own = (
-                None
-                if shares_head
-                else weights.tensor(
-                    EMBEDDING, len(spec.vocabulary), spec.hidden_size, rows=spec.vocabulary
-                )
-            )
-            self._embed = self._head.weight_rows if own is None else partial(embed, table=own)
+        if self._is_first and self._is_last and spec.tied_head and not weights.in_bytes:
+            self._embed = self._head.weight_rows
+        elif self._is_first:
+            vocabulary = spec.vocabulary
+            own = weights.tensor(EMBEDDING, len(vocabulary), spec.hidden_size, rows=vocabulary)
+            self._embed = partial(embed, table=own)
         self._embedding_scale = torch.tensor(
             spec.embedding_scale, dtype=getattr(torch, facts.dtype)
         ).item()

@@ -117,6 +117,18 @@ def _read_rope(
         )
     if kind == "linear":
         return RopeSpec(dim=dim, theta=theta, kind="linear", factor=params.number("factor"))
+    if kind not in ("llama3", "yarn"):
+        raise raw.fail(
+            name,
+            f"type {kind!r} is not supported, only default, linear, llama3, yarn, proportional",
+        )
+    return _read_extended(raw, params, kind, dim=dim, theta=theta)
+
+
+def _read_extended(
+    raw: RawConfig, params: RawConfig, kind: str, *, dim: int, theta: float
+) -> RopeSpec:
+    """Read the section of a rope that extends the context of the original model."""
     context_field = "original_max_position_embeddings"
     original = params.integer(
         context_field, raw.integer(context_field, raw.integer("max_position_embeddings"))
@@ -131,22 +143,18 @@ def _read_rope(
             low_freq_factor=params.number("low_freq_factor"),
             high_freq_factor=params.number("high_freq_factor"),
         )
-    if kind == "yarn":
-        factor = params.number("factor", raw.integer("max_position_embeddings") / original)
-        return RopeSpec(
-            dim=dim,
-            theta=theta,
-            kind="yarn",
-            factor=factor,
-            original_context=original,
-            beta_fast=params.number("beta_fast", 32.0),
-            beta_slow=params.number("beta_slow", 1.0),
-            truncate=params.flag("truncate", default=True),
-            amplitude=_yarn_amplitude(params, factor),
-            score_gain=_yarn_score_gain(params, factor),
-        )
-    raise raw.fail(
-        name, f"type {kind!r} is not supported, only default, linear, llama3, yarn, proportional"
+    factor = params.number("factor", raw.integer("max_position_embeddings") / original)
+    return RopeSpec(
+        dim=dim,
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_context=original,
+        beta_fast=params.number("beta_fast", 32.0),
+        beta_slow=params.number("beta_slow", 1.0),
+        truncate=params.flag("truncate", default=True),
+        amplitude=_yarn_amplitude(params, factor),
+        score_gain=_yarn_score_gain(params, factor),
     )
 
 

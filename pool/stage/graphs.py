@@ -103,10 +103,8 @@ def build_draft_graphs(
 ) -> CapturedDraft:
     """Capture the draft model's forwards and rounds for up to `max_running` rows.
 
-    A round grows whole trees.
-
-    On the host both are recorded instead, each number of rows on first use. Captures nothing if
-    graphs are disabled or not supported.
+    A round grows whole trees. On the host both are recorded instead, each number of rows on first
+    use. Captures nothing if graphs are disabled or not supported.
 
     Raises:
         ConfigError: a forward could not be captured; the message names its bucket.
@@ -114,20 +112,18 @@ def build_draft_graphs(
     if not config.cuda_graphs or plan.draft.target.counts_on_host:
         return CapturedDraft()
     if attention.recordable_round is not None and plan.config.steps > 1:
-        return CapturedDraft(
-            recorded=RecordedDrafts(
-                model=model,
-                attention=attention,
-                rounds=attention.recordable_round,
-                topk=plan.config.topk,
-                steps=plan.config.steps,
-                max_nodes=plan.config.max_nodes,
-            )
+        recorded = RecordedDrafts(
+            model=model,
+            attention=attention,
+            rounds=attention.recordable_round,
+            topk=plan.config.topk,
+            steps=plan.config.steps,
+            max_nodes=plan.config.max_nodes,
         )
+        return CapturedDraft(recorded=recorded)
     if parts is None or attention.capturable is None:
         return CapturedDraft()
     (cache, *_) = model.cache_specs(config.page_size)
-    width = plan.draft.hidden_size
     dtype = getattr(torch, cache.dtype)
     follows = DraftGraphs(
         model=model,
@@ -135,7 +131,7 @@ def build_draft_graphs(
         context=attention.on_pages,
         capture=parts.capture,
         buckets=extend_buckets(config.max_running, plan.config.max_nodes),
-        width=width,
+        width=plan.draft.hidden_size,
         dtype=dtype,
         device=parts.device,
     )
@@ -152,7 +148,7 @@ def build_draft_graphs(
         steps=plan.config.steps,
         topk=min(plan.config.topk, model.vocab_size),
         capture=parts.capture,
-        width=width,
+        width=plan.draft.hidden_size,
         dtype=dtype,
         device=parts.device,
     )

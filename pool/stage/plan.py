@@ -108,46 +108,33 @@ def plan_stage(
         ConfigError: it does not fit; the message shows the arithmetic.
     """
     place = config.placement
-    if config.weights == "int8" and config.device != HOST.type:
-        raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
-    whole = read_model(config.model, in_bytes=config.weights == "int8")
-    _check_experts(config, whole)
+    whole = _read_whole(config)
     description = whole.of_rank(place.tensor)
     ranges = _layers_of_stages(config, whole, reads_prompts=reads_prompts)
     specs = description.cache_specs(config.page_size)
-    speculation = plan_speculation(config, whole) if speculates or config.spec_prompt else None
-    if speculation is not None and speculates:
-        check_frozen(speculation, ranges[-1], place.tensor)
-    elif speculation is not None and not speculation.handed:
-        speculation = None
+    speculation = _speculation_of_role(config, whole, ranges[-1], speculates=speculates)
+    divided = place.tensor.attention
     extra: tuple[CacheSpec, ...] = ()
     scratch: tuple[CacheSpec, ...] = ()
     if speculation is not None:
         if speculates:
             extra = speculation.own_specs(specs, config.page_size)
-            scratch = speculation.scratch_specs(
-                tuple(spec.of_rank(place.tensor.attention) for spec in specs)
-            )
+            scratch = speculation.scratch_specs(tuple(spec.of_rank(divided) for spec in specs))
         handed = speculation.handed_specs(config.page_size)
-        specs, ranges[-1] = (
-            (*specs, *handed),
-            LayerRange(ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed})),
-        )
+        specs = (*specs, *handed)
+        end = ranges[-1].end + len({spec.layer_id for spec in handed})
+        ranges[-1] = LayerRange(ranges[-1].start, end)
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if scratch else 0
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
     has_states = keeps_states and config.prefix_cache and any(spec.kind.is_state for spec in specs)
     max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
-    own = tuple(spec.of_rank(place.tensor.attention) for spec in (*specs, *extra))
+    own = tuple(spec.of_rank(divided) for spec in (*specs, *extra))
     needs = PoolNeeds(own, held, scratch, num_scratch, draft_bytes, max_snapshots)
     size = plan_pool_size(config, description, ranges, needs, memory)
+    layers = ranges[place.pipeline_rank]
     geometry = PoolGeometry(
-        config.page_size,
-        size.num_pages,
-        size.num_slots,
-        ranges[place.pipeline_rank],
-        specs,
-        place.tensor.attention,
+        config.page_size, size.num_pages, size.num_slots, layers, specs, divided
     )
     settings = stage_settings(
         config,
@@ -162,6 +149,34 @@ def plan_stage(
     return StagePlan(
         description, ranges, geometry, settings, size, held, speculation, num_scratch, notice
     )
+
+
+def _read_whole(config: WorkerConfig) -> ModelDescription:
+    """Describe the whole model; raise ConfigError if the device or the ranks cannot run it."""
+    in_bytes = config.weights == "int8"
+    if in_bytes and config.device != HOST.type:
+        raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
+    whole = read_model(config.model, in_bytes=in_bytes)
+    _check_experts(config, whole)
+    return whole
+
+
+def _speculation_of_role(
+    config: WorkerConfig, whole: ModelDescription, last: LayerRange, *, speculates: bool
+) -> SpeculationPlan | None:
+    """Return the plan of speculation, or of a draft's cache that is only sent.
+
+    `last` are the layers of the last stage.
+    """
+    if not speculates and not config.spec_prompt:
+        return None
+    speculation = plan_speculation(config, whole)
+    if speculation is None:
+        return None
+    if speculates:
+        check_frozen(speculation, last, config.placement.tensor)
+        return speculation
+    return speculation if speculation.handed else None
 
 
 def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:

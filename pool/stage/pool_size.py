@@ -92,13 +92,7 @@ def plan_pool_size(
     weights = [description.weight_bytes(layers, config.placement.tensor) for layers in ranges]
     weights[-1] += needs.draft_bytes
     own = config.placement.pipeline_rank
-    if weights[own] and weights[own] > (free := memory(config.device).available_bytes):
-        raise ConfigError(
-            f"stage {own} (layers {ranges[own]}) has {_mib(weights[own])} of weights, and {_mib(free)} "
-            f"are free on {_place(config)}: more stages or ranks (--world-size, --tp; with baton up, "
-            f"--prefill-pp, --prefill-tp, --decode-pp and --decode-tp) divide them",
-            field="model",
-        )
+    _check_weights(config, ranges[own], weights[own], memory)
     wanted = _wanted_context(config, description)
     room_bytes = memory(config.device).total_bytes - weights[own]
     if config.num_pages:
@@ -142,6 +136,20 @@ def plan_pool_size(
     size = PoolSize(sizes.num_pages, sizes.num_slots, context, notice)
     _check_room(config, ranges, needs, size, room_bytes)
     return size
+
+
+def _check_weights(
+    config: WorkerConfig, layers: LayerRange, num_bytes: int, memory: Memory
+) -> None:
+    """Raise ConfigError if a stage's weights do not fit into the free memory."""
+    if num_bytes and num_bytes > (free := memory(config.device).available_bytes):
+        raise ConfigError(
+            f"stage {config.placement.pipeline_rank} (layers {layers}) has {_mib(num_bytes)} of "
+            f"weights, and {_mib(free)} are free on {_place(config)}: more stages or ranks "
+            f"(--world-size, --tp; with baton up, --prefill-pp, --prefill-tp, --decode-pp and "
+            f"--decode-tp) divide them",
+            field="model",
+        )
 
 
 def resume_notice(config: WorkerConfig, chunk_grid: int) -> str:

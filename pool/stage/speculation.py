@@ -20,7 +20,7 @@ from engine.speculative.contracts.config import SpeculationConfig
 from engine.speculative.contracts.draft_model import DraftModel
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from engine.speculative.drafters.eagle import EagleDrafter, PromptDrafter
-from engine.speculative.drafters.frozen import FrozenDrafter
+from engine.speculative.drafters.frozen import FrozenDrafter, FrozenModel
 from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from engine.speculative.replay.draft_graphs import DraftGraphs
 from engine.speculative.replay.recorded_drafts import RecordedDrafts
@@ -204,20 +204,7 @@ def build_drafter(
         frozen = plan.draft.load_frozen(
             numerics=backends.numerics, device=device, digest=digest, target_digest=target_digest
         )
-        kv, windows = (
-            {
-                layer_id: tensor
-                for layer_id, tensor in pools.of_kind(kind).items()
-                if layer_id in plan.draft.read_layers
-            }
-            for kind in (CacheKind.KV, CacheKind.WINDOW)
-        )
-        cached = CpuAttention(
-            kv_pools=kv,
-            window_pools=windows,
-            geometry=frozen.attention_geometry(geometry.page_size),
-        )
-        return FrozenDrafter(model=frozen, attention=cached, steps=plan.config.steps)
+        return _frozen_drafter(plan, pools, frozen)
     layers = plan.draft.load_layers(
         numerics=backends.numerics, device=device, digest=digest, target_digest=target_digest
     )
@@ -251,6 +238,24 @@ def build_drafter(
         rounds=captured.rounds,
         recorded=captured.recorded,
     )
+
+
+def _frozen_drafter(plan: SpeculationPlan, pools: StagePools, frozen: FrozenModel) -> FrozenDrafter:
+    """Return the drafter of a draft model that reads the target's cache."""
+    kv, windows = (
+        {
+            layer_id: tensor
+            for layer_id, tensor in pools.of_kind(kind).items()
+            if layer_id in plan.draft.read_layers
+        }
+        for kind in (CacheKind.KV, CacheKind.WINDOW)
+    )
+    cached = CpuAttention(
+        kv_pools=kv,
+        window_pools=windows,
+        geometry=frozen.attention_geometry(pools.geometry.page_size),
+    )
+    return FrozenDrafter(model=frozen, attention=cached, steps=plan.config.steps)
 
 
 def _handed_chains(pools: StagePools, layer_id: int) -> HandedChains:

@@ -94,38 +94,20 @@ def build_stage(
     transport = UcxTransport(
         profile=profile, clock=SystemClock(), binding=config.binding, on_refused=on_refused
     )
+    route = Route.DIRECT if profile.reaches_devices else Route.PINNED
     agent = build_agent(
-        pools,
-        backends.device,
-        transport,
-        incarnation=incarnation,
-        on_event=on_event,
-        route=Route.DIRECT if profile.reaches_devices else Route.PINNED,
+        pools, backends.device, transport, incarnation=incarnation, on_event=on_event, route=route
     )
     observer = observe_layers(agent, layer_mark(backends.device))
-    graphs: Replays | None = None
-    if backends.device == HOST:
-        graphs = build_host_steps(config, plan.description, model, runs_on, observer)
-    elif observer is None:  # an observer cannot be called from a captured graph
-        graphs = build_graphs(
-            config,
-            plan.description,
-            model,
-            runs_on,
-            speculation.config if speculation is not None else None,
-        )
+    graphs = _build_replays(config, plan, model, runs_on, backends.device, observer)
     executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
     if speculation is not None and place.draws:
-        capture = partial(
-            build_draft_graphs, config, runs_on.capturable if speculates else None, speculation
-        )
-        drafter = reader = build_drafter(
-            speculation, pools, backends, capture, digest, draft_digest
-        )
-        if not speculates:
-            reader = prompt_drafter(speculation, drafter, observer)
+        parts = runs_on.capturable if speculates else None
+        capture = partial(build_draft_graphs, config, parts, speculation)
+        drafter = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
+        reader = drafter if speculates else prompt_drafter(speculation, drafter, observer)
     grammars = _grammars(config, plan.description.facts)
     agent.start()  # last, so that an error above leaves no thread running
     return Stage(
@@ -141,6 +123,23 @@ def build_stage(
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
     )
+
+
+def _build_replays(
+    config: WorkerConfig,
+    plan: StagePlan,
+    model: StageModel,
+    runs_on: StageBackends,
+    device: torch.device,
+    observer: LayerObserver | None,
+) -> Replays | None:
+    """Record the steps of a stage on the host, or capture its graphs on a device."""
+    if device == HOST:
+        return build_host_steps(config, plan.description, model, runs_on, observer)
+    if observer is not None:  # an observer cannot be called from a captured graph
+        return None
+    speculation = plan.speculation.config if plan.speculation is not None else None
+    return build_graphs(config, plan.description, model, runs_on, speculation)
 
 
 def _stage_weights(
