@@ -32,6 +32,11 @@ def _paths() -> Mapping[str, Path]:
     }
 
 
+def path_of(name: str) -> Path:
+    """Return the file of a module of the repository."""
+    return _paths()[name]
+
+
 @cache
 def _tree(name: str) -> ast.Module:
     path = _paths()[name]
