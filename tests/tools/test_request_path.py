@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILES = 110
+MAX_FILES = 120
 # Files that every request certainly passes: the script would count few files, too, if it saw few
 # threads.
 CERTAIN = {
@@ -24,7 +24,7 @@ CERTAIN = {
 
 
 @pytest.mark.long
-def test_a_plain_request_passes_at_most_110_files() -> None:
+def test_a_plain_request_passes_at_most_120_files() -> None:
     counted = subprocess.run(
         [sys.executable, "-m", "tools.request_path", "--json"],
         cwd=ROOT,
