@@ -15,10 +15,8 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -28,13 +26,7 @@ from models.weights_digest import StageDigests, check_copies
 from pool.pipeline.forming import FormingAnswers, forming_to_proto, new_forming
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.errors import (
-    ConfigError,
-    FieldViolation,
-    IncompatiblePeerError,
-    InvalidRequestError,
-    PeerLostError,
-)
+from runtime.errors import ConfigError, FieldViolation, IncompatiblePeerError, InvalidRequestError
 from runtime.rpc.read_limits import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
@@ -42,10 +34,8 @@ from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 from transfer.transport.forming import Forming
 
 JoinContext = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
-JoinCall = grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536  # commands of the leader for one stage
-EVENT_LIMIT = 65536  # reports of a follower
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 MAX_EPOCH = 1 << 47  # out of reach for real formings
 READY_TIMEOUT_S = 30.0  # seconds to connect a channel, which waits for nothing
@@ -316,96 +306,3 @@ def weights_from_proto(message: pb.StageWeights) -> StageDigests:
                 FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits")
             )
     return StageDigests(message.total, dict(message.copies), message.draft_total)
-
-
-class JoinStream:
-    """The follower's side of a Join call. Belongs to the event loop's thread.
-
-    Use it as an async context manager: leaving the block ends the call.
-    """
-
-    def __init__(self, call: JoinCall, hello: pb.StageHello) -> None:
-        self._call = call
-        self._hello = hello
-        self._outbox: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)
-        self._is_overrun = False
-        self._writer: asyncio.Task[None] | None = None
-        self.is_open = False
-
-    async def __aenter__(self) -> Self:
-        self._writer = asyncio.create_task(self._write())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.is_open = False
-        self._call.cancel()
-        assert self._writer is not None
-        self._writer.cancel()
-        await asyncio.gather(self._writer, return_exceptions=True)
-
-    def send(self, request: pb.JoinRequest) -> None:
-        """Queue one report; do nothing while the stream is not open.
-
-        A leader that leaves thousands unread counts as dead, so the stream ends.
-        """
-        if self.is_open:
-            self._put(request)
-
-    def end(self) -> None:
-        """Half-close after all queued reports; the leader then counts this stage as lost."""
-        if self.is_open:
-            self._put(None)
-
-    async def receive(self) -> pb.JoinResponse | None:
-        """Return the next command, or None when the leader has ended the stream.
-
-        Raises:
-            grpc.aio.AioRpcError: it was cut or refused.
-            PeerLostError: the leader did not read this stage's reports.
-        """
-        try:
-            command = await self._call.read()
-        except asyncio.CancelledError:
-            if self._is_overrun:
-                raise PeerLostError(
-                    f"the leader has left {EVENT_LIMIT} reports of this stage unread"
-                ) from None
-            raise
-        return command if isinstance(command, pb.JoinResponse) else None
-
-    def _put(self, request: pb.JoinRequest | None) -> None:
-        try:
-            self._outbox.put_nowait(request)
-        except asyncio.QueueFull:
-            self._is_overrun = True
-            self._call.cancel()
-
-    async def _write(self) -> None:
-        # The reader raises the reason for which a call ended.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(pb.JoinRequest(hello=self._hello))
-            self.is_open = True
-            while (request := await self._outbox.get()) is not None:
-                await self._call.write(request)
-            await self._call.done_writing()
-
-
-class JoinReports:
-    """The port of a follower's transfer agent: sends its reports to a joined leader."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.stream: JoinStream | None = None
-
-    def report(self, event: StageSessionEvent) -> None:
-        """Send a report to the leader. Any thread."""
-        self._loop.call_soon_threadsafe(self._report, event)
-
-    def _report(self, event: StageSessionEvent) -> None:
-        if self.stream is not None:
-            self.stream.send(pb.JoinRequest(session=codec.event_to_proto(event)))
