@@ -13,10 +13,10 @@ def core_places(
 
     `roles` maps names to "prefill", "decode" or "router".
 
-    A worker gets one core, the least loaded of `cores`, prefill workers first. Routers rotate over
-    the cores without a worker, or else those without a prefill worker. If only a single such core
-    is left, and it has a decode worker, routers use all cores, because prefill workers also pause.
-    Roles in `given` use its cores in turn.
+    A worker gets one core, the least loaded of `cores`, prefill workers first. A router may use the
+    cores without a worker, or else those without a prefill worker. If fewer than two of the latter
+    are left, it may use all cores, because prefill workers also pause. Roles in `given` use its
+    cores in turn.
     """
     given = given or {}
     loads, places = dict.fromkeys(cores, 0.0), dict[str, tuple[int, ...]]()
