@@ -269,7 +269,7 @@ async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals
 class Impatient(SessionDeadlines):
     """Waits 0.1 s for the word that a source is lost."""
 
-    word_s: float = 0.1
+    report_s: float = 0.1
 
 
 def refuse(*where: object) -> Buffer:
@@ -397,7 +397,7 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
         )
     )
     pools.network.fault = None
-    await asyncio.sleep(3 * Impatient.word_s)
+    await asyncio.sleep(3 * Impatient.report_s)
     stream.send(new_source(pools.terms))
     assert codec.destination_from_proto((await stream.next()).destination).epoch == 1
     stream.send(cancelled())
