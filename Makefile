@@ -38,7 +38,7 @@ demo: $(DEMO_STAMP) ## start a whole local cluster, ask the shipped model a ques
 KERNELS := build/.kernels
 $(KERNELS): $(STAMP) $(shell find engine/kernels/host -name '*.py')
 	@echo "compiling the kernels of this CPU (half a minute the first time)"
-	@$(BIN)/python -m engine.kernels.host.build.compile_all
+	@$(BIN)/python -m engine.kernels.host.aot.compile_all
 	@mkdir -p $(@D) && touch $@
 
 test: $(KERNELS) ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores

@@ -126,7 +126,8 @@ class _Attempts:
         self._patience = Patience(
             retry, _time_limit(timeout_s), len(turns), SystemClock(), random.Random()
         )
-        self._turns, self._turn = turns, 0
+        self._turns = turns
+        self._turn = 0
 
     @property
     def is_whole(self) -> bool:
@@ -227,11 +228,9 @@ class BatonClient:
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Abort requests on all routers; return the ids of those that were running."""
-        request, aborted, failures = (
-            pb.AbortRequest(request_ids=request_ids),
-            dict[str, None](),
-            list[BatonError](),
-        )
+        request = pb.AbortRequest(request_ids=request_ids)
+        aborted = dict[str, None]()
+        failures = list[BatonError]()
         for stub in self._stubs:
             try:
                 with _typed_errors():
@@ -362,11 +361,9 @@ class AsyncBatonClient:
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Abort requests on all routers; return the ids of those that were running."""
-        request, aborted, failures = (
-            pb.AbortRequest(request_ids=request_ids),
-            dict[str, None](),
-            list[BatonError](),
-        )
+        request = pb.AbortRequest(request_ids=request_ids)
+        aborted = dict[str, None]()
+        failures = list[BatonError]()
         for stub in self._stubs:
             try:
                 with _typed_errors():

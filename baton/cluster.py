@@ -297,10 +297,8 @@ class LocalCluster:
 
     async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
         """Run `start`, but raise a process's error as soon as the process cannot start."""
-        starting, reporting = (
-            asyncio.create_task(start),
-            asyncio.create_task(self._report_progress()),
-        )
+        starting = asyncio.create_task(start)
+        reporting = asyncio.create_task(self._report_progress())
         try:
             while not starting.done():
                 await asyncio.wait(
@@ -334,7 +332,8 @@ class LocalCluster:
         return f"{process.spec.name} {process.progress}" + (f" ({reason})" if reason else "")
 
     def _launch_stage(self, pool: _Pool, rank: int) -> None:
-        shape, leader = pool.shape, self._announcement_path(pool.name(0))
+        shape = pool.shape
+        leader = self._announcement_path(pool.name(0))
         flags = [*shape.process_flags(rank), *self._memory_flags[shape.role]]
         if Address(self._config.places.host(pool.name(rank)), 0).is_loopback:
             flags += self._binding_flags[shape.role]

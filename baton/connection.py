@@ -94,7 +94,8 @@ def _speaks_tls(target: str) -> bool | None:
     trusted."""
     address = parse_address(target)
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     try:
         with socket.create_connection((address.host, address.port), _PROBE_S) as plain:
             try:

@@ -64,7 +64,8 @@ class Conversation:
             tools=self.options.tools,
             template_arguments=self.options.template_arguments,
         )
-        said, reason = "", "interrupted"
+        said = ""
+        reason = "interrupted"
         events = self.client.generate(query, timeout_s=self.timeout_s)
         try:
             for event in events:

@@ -163,7 +163,8 @@ async def run_load(
     on_progress: Callable[[Progress], object] = lambda progress: None,
 ) -> list[Outcome]:
     """Send each query at its time and wait for all of them."""
-    start, progress = time.monotonic(), Progress(len(queries))
+    start = time.monotonic()
+    progress = Progress(len(queries))
 
     async def at(arrival_s: float, query: Query) -> Outcome:
         await asyncio.sleep(max(start + arrival_s - time.monotonic(), 0.0))
@@ -183,11 +184,15 @@ async def _measure(
 ) -> Outcome:
     sent = time.monotonic()
     times: list[float] = []
-    num_tokens, timings, error, usage = 0, None, None, Usage(0, 0)
+    num_tokens = 0
+    timings = None
+    error = None
+    usage = Usage(0, 0)
     try:
         async for event in client.generate(query, timeout_s=timeout_s):
             if isinstance(event, Finish):
-                timings, usage = event.timings, event.usage
+                timings = event.timings
+                usage = event.usage
             elif event.token_ids:
                 times.append(time.monotonic() - sent)
                 num_tokens += len(event.token_ids)

@@ -98,7 +98,8 @@ async def measure(
     client: Endpoint, spec: LoadSpec, console: Console
 ) -> tuple[dict[str, object], list[Outcome]]:
     """Warm up, send everything, and return the figures of the requests after the warm-up."""
-    trace, info = spec.load(), await client.model_info()
+    trace = spec.load()
+    info = await client.model_info()
     fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
     planned = fitting.planned
     if spec.warm_up:

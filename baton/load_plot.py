@@ -70,7 +70,8 @@ def _under_way(axes: "Axes", outcomes: Sequence[Outcome]) -> None:
     changes = sorted(
         [(o.arrived_s + o.lag_s, 1) for o in outcomes] + [(o.ended_s, -1) for o in outcomes]
     )
-    level, levels = 0, []
+    level = 0
+    levels = []
     for _, change in changes:
         level += change
         levels.append(level)

@@ -268,10 +268,8 @@ def _host_bytes(
 ) -> int:
     """Return the bytes of cache of each process, or raise ConfigError."""
     weights = loaded_bytes(model)
-    num_pools, num_processes = (
-        sum(shape.count for shape in shapes),
-        sum(shape.num_processes for shape in shapes),
-    )
+    num_pools = sum(shape.count for shape in shapes)
+    num_processes = sum(shape.num_processes for shape in shapes)
     if num_pools * weights > memory.available_bytes:
         raise ConfigError(
             f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * "

@@ -130,7 +130,8 @@ class RoleProcess:
             if self._stopping:
                 return
             if self._restarting:
-                self._restarting, backoff_s = False, _FIRST_BACKOFF_S
+                self._restarting = False
+                backoff_s = _FIRST_BACKOFF_S
                 continue
             if not self._settled:
                 message = f"{self.spec.name} {self._ending(code)}: {self._last_words()}"
@@ -223,7 +224,8 @@ class RoleProcess:
         self._num_oom_kills = num_oom_kills()
         if self._stopping:  # stopped while the child was being created
             self.kill()
-        self._has_served, self._kernels = False, ""
+        self._has_served = False
+        self._kernels = ""
         watching = asyncio.create_task(self._watch_until_serving())
         try:
             assert self._child.stdout is not None

@@ -22,7 +22,8 @@ from runtime.errors import (
     UnavailableError,
 )
 
-FIRST_SUSPICION_S, LAST_SUSPICION_S = 0.5, 8.0
+FIRST_SUSPICION_S = 0.5
+LAST_SUSPICION_S = 8.0
 SPREAD_S = 0.05  # spreads the streams of a failed router over the others
 MAX_JITTER = 0.25  # share of the server's retry delay that is added at random
 MAX_ASKED_S = 30.0  # limit on a server's retry delay, as the cause may end long before
@@ -73,7 +74,8 @@ class Targets:
     def next(self) -> int:
         """Return the index of the router to call."""
         with self._lock:
-            now, count = self._clock.now(), len(self)
+            now = self._clock.now()
+            count = len(self)
             in_turn = [(self._turn + step) % count for step in range(count)]
             chosen = min(in_turn, key=lambda index: max(self._trusted_at_s[index], now))
             self._turn = (chosen + 1) % count
@@ -82,7 +84,8 @@ class Targets:
     def answered(self, index: int) -> None:
         """Record that the router responded."""
         with self._lock:
-            self._trusted_at_s[index], self._suspicion_s[index] = 0.0, FIRST_SUSPICION_S
+            self._trusted_at_s[index] = 0.0
+            self._suspicion_s[index] = FIRST_SUSPICION_S
 
     def failed(self, index: int, error: BatonError) -> None:
         """Record a failure, if it counts against the router."""
@@ -122,7 +125,9 @@ class Patience:
 
     def progressed(self) -> None:
         """Record that new output arrived."""
-        self._has_begun, self._failures, self._asked_until_s = True, 0, -math.inf
+        self._has_begun = True
+        self._failures = 0
+        self._asked_until_s = -math.inf
 
     def pause_after(self, error: BatonError) -> float:
         """Return the seconds until the next attempt, or raise `error` if there is none."""
@@ -148,7 +153,8 @@ class Patience:
         if _is_routers_own(error) and self._failures < self._num_targets:
             return self._rng.uniform(0.0, SPREAD_S)  # another router has not been tried yet
         if error.retry_after_s is not None:
-            now_s, asked_s = self._clock.now(), min(error.retry_after_s, MAX_ASKED_S)
+            now_s = self._clock.now()
+            asked_s = min(error.retry_after_s, MAX_ASKED_S)
             if now_s >= self._asked_until_s:
                 self._asked_until_s = now_s + asked_s
             return min(asked_s, MAX_NAP_S) * self._rng.uniform(1.0, 1.0 + MAX_JITTER)

@@ -78,7 +78,8 @@ def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> T
 
 
 def _taken(lines: Iterator[Planned | None], limit: int | None) -> Trace:
-    planned, num_unanswered = list[Planned](), 0
+    planned = list[Planned]()
+    num_unanswered = 0
     for item in lines:
         if item is None:
             num_unanswered += 1
@@ -121,7 +122,8 @@ def _rows(lines: Iterator[str], path: Path, columns: _Columns) -> Iterator[Plann
         where = f"{path}:{rows.line_num}"
         try:
             at_s = _time_s(row[columns.at])
-            prompt, output = int(row[columns.prompt_tokens]), int(row[columns.output_tokens])
+            prompt = int(row[columns.prompt_tokens])
+            output = int(row[columns.output_tokens])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{where}: needs {columns.at}, {columns.prompt_tokens} and {columns.output_tokens} "

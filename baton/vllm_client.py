@@ -93,7 +93,8 @@ class AsyncVllmEngineClient:
             raise InvalidRequestError(
                 FieldViolation("prompt", "must be token ids for a VllmEngine server")
             )
-        sampling, stop = query.sampling, query.stop
+        sampling = query.sampling
+        stop = query.stop
         seed = None if sampling.seed is None else sampling.seed % (1 << 31)
         params = self._pb.SamplingParams(
             temperature=sampling.temperature,

@@ -55,7 +55,8 @@ def request_of(query: Query) -> pb.GenerateRequest:
         InvalidRequestError: a value does not fit its field, such as a negative count; names the
             field.
     """
-    request, stop = pb.GenerateRequest(), query.stop
+    request = pb.GenerateRequest()
+    stop = query.stop
     request.sampling.SetInParent()
     _put(
         request.sampling,

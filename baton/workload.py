@@ -40,7 +40,8 @@ class Arrivals:
             return [index / self.rate for index in range(count)]
         if self.process is Process.BURST:
             return [index // self.burst * self.burst / self.rate for index in range(count)]
-        at, times = 0.0, []
+        at = 0.0
+        times = []
         for _ in range(count):
             at += rng.expovariate(self.rate)
             times.append(at)
@@ -134,7 +135,8 @@ def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Pl
     Each copy stands for other users: it has its own blocks and starts at another point of the load,
     so that bursts do not coincide. The length of the load and the first copy do not change.
     """
-    rng, end_s = random.Random(seed), max((item.at_s for item in planned), default=0.0)
+    rng = random.Random(seed)
+    end_s = max((item.at_s for item in planned), default=0.0)
     step = 1 + max((block for item in planned for block in item.blocks), default=0)
     together = list(planned)
     for copy in range(1, copies):

@@ -20,7 +20,9 @@ from demo.corpus import speculation_prompts
 
 SHAPES = {"chain_3": (1, 3, 3), "tree_4x4_15": (4, 4, 15)}
 BARS = {"chain_3": 2.7, "tree_4x4_15": 3.5}
-OUTPUT_TOKENS, IN_FLIGHT, REQUEST_TIMEOUT_S = 96, 8, 120.0
+OUTPUT_TOKENS = 96
+IN_FLIGHT = 8
+REQUEST_TIMEOUT_S = 120.0
 
 
 def held_out_queries(count: int) -> list[Query]:

@@ -65,7 +65,8 @@ def read_bandwidth(memory: torch.Tensor) -> float:
 
 def measure(against: Path | None) -> dict[str, Value]:
     values: dict[str, Value] = {"num_threads": torch.get_num_threads()}
-    dense, memory = Dense(), torch.ones(128 << 20)
+    dense = Dense()
+    memory = torch.ones(128 << 20)
     with ExitStack() as stack:
         sides = checkout_sides("attention_side.py", against, stack)
         for case in CASES:

@@ -20,7 +20,9 @@ GEOMETRY = AttentionGeometry(
     num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, scale=128**-0.5
 )
 # 450 MB of pages, so that no cache holds what is read
-NUM_LAYERS, MAX_ROWS, PAGES_PER_ROW = 6, 32, 9
+NUM_LAYERS = 6
+MAX_ROWS = 32
+PAGES_PER_ROW = 9
 PROMPT_PAGES = 33
 
 

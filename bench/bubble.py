@@ -20,7 +20,8 @@ from bench.pool_metrics import PoolPorts, decode_ports
 from bench.report import OtherLoad, Value
 
 STEP = "baton_pp_stage_step_seconds"
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1900
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 1900
 LOOK_S = 0.05
 TIMEOUT_S = 300.0
 
@@ -67,9 +68,12 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str, Value]:
     """Return the figures of both stages while all streams run."""
     first = (await ports.leader(), await ports.last_stage())
-    others, began_s, began_tokens = OtherLoad(), time.monotonic(), sum(tokens)
+    others = OtherLoad()
+    began_s = time.monotonic()
+    began_tokens = sum(tokens)
     await asyncio.sleep(seconds)
-    passed_s, drawn = time.monotonic() - began_s, sum(tokens) - began_tokens
+    passed_s = time.monotonic() - began_s
+    drawn = sum(tokens) - began_tokens
     stages = [
         now.since(before)
         for before, now in zip(first, (await ports.leader(), await ports.last_stage()), strict=True)

@@ -89,7 +89,9 @@ class Told:
 
 
 async def ask(client: AsyncBatonClient, query: Query) -> Told:
-    sent_s, times, cached_tokens = time.monotonic(), [], 0
+    sent_s = time.monotonic()
+    times = []
+    cached_tokens = 0
     async with contextlib.aclosing(client.generate(query, timeout_s=TIMEOUT_S)) as events:
         async for event in events:
             if isinstance(event, Chunk):
@@ -153,7 +155,9 @@ class Sides:
 
 
 async def reuse(bench: Bench) -> dict[str, Value]:
-    ttfts, cpus, shares = Sides(), Sides(), []
+    ttfts = Sides()
+    cpus = Sides()
+    shares = []
     for _ in range(bench.flags.turns):
         query = bench.prompts.cold()
         cold_s, cold_cpu_s, _ = await _timed(bench, query)
@@ -180,7 +184,9 @@ async def _timed(bench: Bench, query: Query) -> tuple[float, float, int]:
 
 async def misses(bench: Bench) -> dict[str, Value]:
     """Decline the cache in every other turn; the cache is full of earlier turns."""
-    ttfts, gaps, cpus = Sides(), Sides(), Sides()
+    ttfts = Sides()
+    gaps = Sides()
+    cpus = Sides()
     for turn in range(bench.flags.miss_turns):
         order = (True, False) if turn % 2 else (False, True)
         taken = {
@@ -237,13 +243,17 @@ class TimeSpan:
 
 async def others(bench: Bench) -> dict[str, Value]:
     """Measure running streams while warm turns arrive in every other window."""
-    flags, before = bench.flags, bench.prompts.cold()
+    flags = bench.flags
+    before = bench.prompts.cold()
     await ask(bench.client, before)
     streams: list[list[float]] = [[] for _ in range(flags.streams)]
     reading = [asyncio.create_task(_read(bench, bench.prompts.cold(), times)) for times in streams]
     while not all(streams):  # noqa: ASYNC110 - once per run
         await asyncio.sleep(SETTLE_S)
-    p99s, medians, computing, drawing = Sides(), Sides(), [], []
+    p99s = Sides()
+    medians = Sides()
+    computing = []
+    drawing = []
     for turn in range(flags.turns):
         gaps: dict[bool, list[float]] = {}
         for is_warm in (True, False) if turn % 2 else (False, True):
@@ -299,7 +309,8 @@ async def _keep_asking(bench: Bench, before: Query, spans: list[tuple[TimeSpan, 
         await asyncio.sleep(bench.flags.interval)
         sent_s = time.monotonic()
         told = await ask(bench.client, bench.prompts.warm(before))
-        first_s, last_s = sent_s + told.times_s[0], sent_s + told.times_s[-1]
+        first_s = sent_s + told.times_s[0]
+        last_s = sent_s + told.times_s[-1]
         spans.append((TimeSpan(sent_s, first_s), TimeSpan(first_s, last_s)))
 
 

@@ -61,7 +61,8 @@ def work_of(num_tokens: int, attention_tokens: int) -> float:
 
 def in_order(arrivals: Sequence[float], works: Sequence[float], num_servers: int) -> list[float]:
     """Return the times from arrival to end, if the oldest job starts when a server is free."""
-    free, taken = [0.0] * num_servers, []
+    free = [0.0] * num_servers
+    taken = []
     for at, work in zip(arrivals, works, strict=True):
         end = max(at, heapq.heappop(free)) + work
         heapq.heappush(free, end)
@@ -73,8 +74,10 @@ def shortest_first(
     arrivals: Sequence[float], works: Sequence[float], num_servers: int
 ) -> list[float]:
     """Return the times from arrival to end, if jobs with the least work left run first."""
-    taken, left = [0.0] * len(works), list[tuple[float, int]]()
-    now, num_arrived = 0.0, 0
+    taken = [0.0] * len(works)
+    left = list[tuple[float, int]]()
+    now = 0.0
+    num_arrived = 0
     while left or num_arrived < len(works):
         if not left:
             now = max(now, arrivals[num_arrived])
@@ -94,7 +97,8 @@ def shortest_first(
 
 
 def bounds(jobs: Sequence[Job], load: float, num_servers: int) -> dict[str, Value]:
-    whole, rest = [job.whole for job in jobs], [job.rest for job in jobs]
+    whole = [job.whole for job in jobs]
+    rest = [job.rest for job in jobs]
     pace = fmean(whole) * len(jobs) / (load * num_servers) / max(jobs[-1].at, 1e-9)
     arrivals = [job.at * pace for job in jobs]
     base = _p90(in_order(arrivals, whole, num_servers))
@@ -123,7 +127,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     trace = flags.trace[: flags.requests]
-    tokens, plain = sum(planned.prompt_tokens for planned in trace), jobs_of(trace, 0)
+    tokens = sum(planned.prompt_tokens for planned in trace)
+    plain = jobs_of(trace, 0)
     print(
         render(
             "cache_bound",

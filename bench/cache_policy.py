@@ -45,7 +45,8 @@ def read_trace(path: Path, block_tokens: int) -> Iterator[TracedPrompt]:
 def _prompt(line: str, where: str, block_tokens: int) -> TracedPrompt:
     try:
         entry = json.loads(line)
-        at_s, num_tokens = float(entry["timestamp"]) / 1000, int(entry["input_length"])
+        at_s = float(entry["timestamp"]) / 1000
+        num_tokens = int(entry["input_length"])
         names = tuple(
             int(item).to_bytes(8, "little")
             for item in entry["hash_ids"][: num_tokens // block_tokens]

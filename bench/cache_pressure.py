@@ -32,7 +32,8 @@ from bench.pool_metrics import Figures, scrape
 from bench.report import Value
 from runtime.errors import BatonError
 
-NUM_DISTINCT, NUM_ROOTS = 60, 5
+NUM_DISTINCT = 60
+NUM_ROOTS = 5
 PAGES = ("--page-size", "16", "--num-pages", "90", "--max-running", "6", "--max-context", "512")
 CONCURRENCY = 16
 IDLE_CHECK_S = 1.5  # a pool that is idle for longer has run its checks
@@ -76,7 +77,8 @@ class Pressure:
         dropped_share: float,
     ) -> None:
         self._client = client
-        self._queries, self._expected = queries, expected
+        self._queries = queries
+        self._expected = expected
         self._dropped_share = dropped_share
         self._rng, self._gate = random.Random(1), asyncio.Semaphore(CONCURRENCY)
         self.outcomes: Counter[str] = Counter(
@@ -84,7 +86,8 @@ class Pressure:
         )
 
     async def one(self) -> None:
-        pick, patience_s = self._rng.randrange(len(self._queries)), TIMEOUT_S
+        pick = self._rng.randrange(len(self._queries))
+        patience_s = TIMEOUT_S
         async with self._gate:
             if self._rng.random() < self._dropped_share:
                 patience_s = self._rng.random() * 0.2
@@ -153,7 +156,8 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         pressure = Pressure(
             client, queries, [shown(completion) for completion in cold], flags.dropped
         )
-        leaked, asked = 0, 0
+        leaked = 0
+        asked = 0
         while asked < flags.requests:
             count = min(flags.round, flags.requests - asked)
             await asyncio.gather(*(pressure.one() for _ in range(count)))

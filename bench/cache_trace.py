@@ -80,7 +80,8 @@ async def _queries(client: AsyncBatonClient, trace: Sequence[Planned], scale: in
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    trace, others = flags.trace[: flags.requests], OtherLoad()
+    trace = flags.trace[: flags.requests]
+    others = OtherLoad()
     capacity = flags.capacity or _number(
         await asked(Policy.LEAST_LOAD, flags, trace, [0.0] * len(trace)), "requests_per_s"
     )

@@ -51,7 +51,9 @@ SHAPES = (  # with the number of concurrent requests, for each worker of a role
     (Shape(Lengths.parse("uniform:16-128"), Lengths.parse("uniform:32-64")), 6),
 )
 WARM_S = 2.0  # of the first of these, before anything is measured
-OVERLOAD, OVERLOADS = 1.6, 2  # multiples of the capacity by the costs, and of --seconds-each
+# multiples of the capacity by the costs, and of --seconds-each
+OVERLOAD = 1.6
+OVERLOADS = 2
 LATENCY_S = 3e-4  # of a message on one machine, besides the computation at its ends
 ONE_BYTE = 1  # of a token handed over there: it costs measured cores, and no bandwidth
 SLO = Slo(1, 1)
@@ -134,7 +136,8 @@ class Calibrator:
 
     def costs(self, found: Calibration) -> Costs:
         """Return all costs; takes some seconds."""
-        costs, speed = self.fitted(found.spent), 1.0
+        costs = self.fitted(found.spent)
+        speed = 1.0
         for _ in range(2):
             took = [
                 simulate(self.fleet(_at(costs, speed), 0), asked.planned).duration_s
@@ -164,10 +167,8 @@ class Calibrator:
         after = await self.run(seed + 100)
         costs = await asyncio.to_thread(self.costs, before + after)
         run = await asyncio.to_thread(simulate, self.fleet(costs, seed), asked.planned)
-        real, ours = (
-            summarize(asked.outcomes, SLO, asked.seconds),
-            summarize(run.outcomes, SLO, run.duration_s),
-        )
+        real = summarize(asked.outcomes, SLO, asked.seconds)
+        ours = summarize(run.outcomes, SLO, run.duration_s)
         figures: dict[str, Value] = {}
         for name in (
             "requests_per_s",
@@ -177,10 +178,8 @@ class Calibrator:
             "tpot_s_p50",
             "tpot_s_p90",
         ):
-            figures[f"x{load:g}_{name}"], figures[f"x{load:g}_{name}_simulated"] = (
-                real[name],
-                ours[name],
-            )
+            figures[f"x{load:g}_{name}"] = real[name]
+            figures[f"x{load:g}_{name}_simulated"] = ours[name]
         return figures, after
 
 
@@ -190,7 +189,8 @@ def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple
     A cause with a negative cost gets 0, and the others are fitted without it.
     """
     weights = 1 / np.asarray(seconds)
-    matrix, left = np.asarray(causes, dtype=float) * weights[:, None], list(range(len(causes[0])))
+    matrix = np.asarray(causes, dtype=float) * weights[:, None]
+    left = list(range(len(causes[0])))
     while True:
         found = np.linalg.lstsq(matrix[:, left], np.ones(len(seconds)), rcond=None)[0]
         if (found >= 0).all():
@@ -209,7 +209,9 @@ def capacity(costs: Costs, shape: Shape, num_workers: int) -> float:
     prompt, output = (
         (lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output)
     )
-    prefill, decode, machine = costs.prefill, costs.decode, costs.machine
+    prefill = costs.prefill
+    decode = costs.decode
+    machine = costs.machine
     prompt_s = (
         prefill.request_s
         + -(-prompt // prefill.chunk_tokens) * prefill.step_s

@@ -29,7 +29,9 @@ from engine.core.batch import ForwardMode, ScoringRow
 from models.loader import ModelDescription, random_model, read_model
 from tests.support.models.single_stage import StageDriver
 
-NUM_TOKENS, PAGE_SIZE, DECIDED = 384, 64, 1.0
+NUM_TOKENS = 384
+PAGE_SIZE = 64
+DECIDED = 1.0
 
 
 @torch.inference_mode()

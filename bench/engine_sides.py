@@ -42,7 +42,8 @@ from models.blocks.weights import RandomWeights
 from models.loader import ModelDescription, random_model
 from pool.stage.config import WorkerConfig
 
-VOCAB_SIZE, NUM_SHOWN_LOGITS = 151936, 1000
+VOCAB_SIZE = 151936
+NUM_SHOWN_LOGITS = 1000
 MODEL: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -125,7 +126,8 @@ class Ours:
         )
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._tables = order.view(max_rows, pages_per_row).int()
-        self._tokens, self._num_cached = torch.empty(0, 1), 0
+        self._tokens = torch.empty(0, 1)
+        self._num_cached = 0
 
     def prefill(self, prompts: Tensor) -> tuple[float, Tensor]:
         started = time.perf_counter()
@@ -135,10 +137,8 @@ class Ours:
 
     def begin(self, prompts: Tensor) -> None:
         logits = [self._forward(row, prompts[row : row + 1], 0) for row in range(len(prompts))]
-        self._tokens, self._num_cached = (
-            torch.cat(logits).argmax(-1, keepdim=True),
-            prompts.shape[1],
-        )
+        self._tokens = torch.cat(logits).argmax(-1, keepdim=True)
+        self._num_cached = prompts.shape[1]
 
     def decode(self, steps: int) -> list[float]:
         stamps = [time.perf_counter()]
@@ -186,7 +186,8 @@ class Reference:
     def __init__(self, *, max_tokens: int) -> None:
         config = Qwen3Config.from_dict(MODEL)
         model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        self._model, self._max_tokens = model.eval(), max_tokens
+        self._model = model.eval()
+        self._max_tokens = max_tokens
         source = RandomWeights(seed=0)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():

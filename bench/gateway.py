@@ -130,7 +130,8 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     ):
         model = (await client.model_info()).model
         query = Query((ChatMessage("user", QUESTION),), Sampling(temperature=0), Stop(max_tokens=8))
-        grpc_s, http_s = [], []
+        grpc_s = []
+        http_s = []
         for _ in range(flags.requests):
             grpc_s.append(await first_s(chunks(client, query)))
             http_s.append(await first_s(pieces(http, body(model, 8, is_endless=False))))

@@ -27,7 +27,10 @@ PAGE = 16
 GEOMETRY = AttentionGeometry(
     num_heads=32, num_kv_heads=8, head_dim=128, page_size=PAGE, scale=128**-0.5
 )
-K_HEADS, V_HEADS, DIM, KERNEL = 16, 32, 128, 4
+K_HEADS = 16
+V_HEADS = 32
+DIM = 128
+KERNEL = 4
 LAYER = 0
 REPEATS = 20
 

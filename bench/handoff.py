@@ -51,7 +51,9 @@ def measure(
     )
     source.start()
     destination = Destination(profile, device)
-    ours, theirs, zeros = [], [], []
+    ours = []
+    theirs = []
+    zeros = []
     try:
         destination.handoff(here, 0)  # open connections and touch memory for the first time
         for number in range(1, rounds + 1):

@@ -26,8 +26,11 @@ from transfer.transport.authenticator import new_key
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 28, 8, 128
-NUM_TOKENS, PAGE_SIZE = 2048, 64
+NUM_LAYERS = 28
+NUM_KV_HEADS = 8
+HEAD_DIM = 128
+NUM_TOKENS = 2048
+PAGE_SIZE = 64
 NUM_PAGES = 2 * NUM_TOKENS // PAGE_SIZE
 TIMEOUT_S = 120
 

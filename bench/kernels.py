@@ -24,7 +24,10 @@ from bench.sides import LineProcess
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedWeight, arithmetic_class
 
-HIDDEN, HEADS_WIDTH, QKV_WIDTH, MLP_WIDTH = 1024, 2048, 4096, 3072
+HIDDEN = 1024
+HEADS_WIDTH = 2048
+QKV_WIDTH = 4096
+MLP_WIDTH = 3072
 ROWS = (1, 2, 4, 8, 16, 32, 192, 512)
 SIDES = {"ours": {}, "onednn": {}, "onednn_avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}}
 Pass = Callable[[Tensor, Tensor], None]
@@ -72,12 +75,11 @@ def serve(name: str, *, threads: int, layers: int) -> None:
     packing_s = time.perf_counter() - started
     weights.clear()
     for line in sys.stdin:
-        rows, seconds = int(line), packing_s
+        rows = int(line)
+        seconds = packing_s
         if rows:
-            x, heads = (
-                torch.randn(rows, HIDDEN).bfloat16(),
-                torch.randn(rows, HEADS_WIDTH).bfloat16(),
-            )
+            x = torch.randn(rows, HIDDEN).bfloat16()
+            heads = torch.randn(rows, HEADS_WIDTH).bfloat16()
             started = time.perf_counter()
             run(x, heads)
             seconds = time.perf_counter() - started

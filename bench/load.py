@@ -74,7 +74,8 @@ def load(folder: Path, *, digested: bool) -> Seconds:
     from models.weights_digest import WeightsDigest
 
     gc.collect()  # memory of the previous load
-    started, cpu_s = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_s = time.process_time()
     model = read_model(folder)
     stage = model.load_stage(
         LayerRange(0, model.facts.num_layers),

@@ -40,7 +40,8 @@ from bench.peer_files import write_checkpoint
 from bench.report import OtherLoad, Value
 from runtime.errors import BatonError
 
-STREAM_PROMPT, LONG_ANSWER = 64, 32
+STREAM_PROMPT = 64
+LONG_ANSWER = 32
 LEAD_S = 2.0  # from the first tokens of all streams to the first long prompt
 BARS = {"itl_p99": (0.0, 0.1), "decode": (2.5, float("inf")), "ttft": (0.0, 1.5)}
 
@@ -110,7 +111,8 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
     def prompt(tokens: int) -> list[int]:
         return [draw.randrange(1000, VOCAB_SIZE) for _ in range(tokens)]
 
-    streams, longs = list[MixedRequest](), list[MixedRequest]()
+    streams = list[MixedRequest]()
+    longs = list[MixedRequest]()
     async with asyncio.TaskGroup() as group:
         following = []
         for _ in range(flags.streams):
@@ -122,7 +124,8 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
             )
         for stream in streams:
             await stream.begun.wait()
-        began_s, reading = time.monotonic(), []
+        began_s = time.monotonic()
+        reading = []
         for index in range(flags.prompts):
             await asyncio.sleep(began_s + LEAD_S + index * flags.interval - time.monotonic())
             longs.append(MixedRequest())
@@ -181,7 +184,8 @@ def _keep_to(cores: Sequence[int]) -> None:
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     """Return the figures, or raise BatonError if a side does not start."""
     cores = sorted(os.sched_getaffinity(0))
-    servers, clients = cores[:2], cores[2:] or cores
+    servers = cores[:2]
+    clients = cores[2:] or cores
     model = write_checkpoint(flags.folder / "checkpoint")
     turns: dict[str, list[MeasuredTurn]] = {}
     async with AsyncExitStack() as stack:

@@ -128,7 +128,8 @@ class Lab:
 
     async def capacity(self, seconds: float) -> float:
         """Return the responses per second of a closed loop."""
-        queries, ended = cycle(self.queries), []
+        queries = cycle(self.queries)
+        ended = []
         start = time.monotonic()
 
         async def ask() -> None:
@@ -160,7 +161,8 @@ class Lab:
     async def _ask(
         self, query: Query, deadline_s: float | None, start: float, due_s: float
     ) -> LoadReply:
-        sent_s, placed_s = time.monotonic() - start, None
+        sent_s = time.monotonic() - start
+        placed_s = None
         try:
             async for event in self.client.generate(query, timeout_s=deadline_s or MOST_S):
                 if isinstance(event, Finish) and event.timings is not None:
@@ -239,9 +241,11 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             make_queries(await client.model_info(), planned, seed=flags.seed),
             random.Random(flags.seed),
         )
-        others, before = OtherLoad(), await _router_figures(cluster)
+        others = OtherLoad()
+        before = await _router_figures(cluster)
         capacity = await lab.capacity(flags.capacity_s)
-        closed, cells = (await _router_figures(cluster)).since(before), []
+        closed = (await _router_figures(cluster)).since(before)
+        cells = []
         for deadline_s in _numbers(flags.deadlines):
             for load in _numbers(flags.loads):
                 assert load is not None

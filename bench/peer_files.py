@@ -41,8 +41,11 @@ def _real(name: str) -> float:
 
 def _shapes() -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the model, by its name without `model.` and `.weight`."""
-    hidden, inner, head = _number("hidden_size"), _number("intermediate_size"), _number("head_dim")
-    queries, keys = _number("num_attention_heads") * head, _number("num_key_value_heads") * head
+    hidden = _number("hidden_size")
+    inner = _number("intermediate_size")
+    head = _number("head_dim")
+    queries = _number("num_attention_heads") * head
+    keys = _number("num_key_value_heads") * head
     layer = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),

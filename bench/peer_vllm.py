@@ -27,7 +27,8 @@ class VllmEngine:
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-        self._new_parameters, self._delta = SamplingParams, RequestOutputKind.DELTA
+        self._new_parameters = SamplingParams
+        self._delta = RequestOutputKind.DELTA
         engine = LLM(
             model=checkpoint,
             dtype="bfloat16",
@@ -38,11 +39,9 @@ class VllmEngine:
             seed=0,
             **settings,
         ).llm_engine
-        self.step, self.abort, self.has_requests = (
-            engine.step,
-            engine.abort_request,
-            engine.has_unfinished_requests,
-        )
+        self.step = engine.step
+        self.abort = engine.abort_request
+        self.has_requests = engine.has_unfinished_requests
         self._add = engine.add_request
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
@@ -153,12 +152,10 @@ def serve_streams(engine: VllmEngine, answers: TextIO) -> None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep vLLM's prints out of the responses
-    what, checkpoint, max_rows, number = (
-        sys.argv[1],
-        sys.argv[2],
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-    )
+    what = sys.argv[1]
+    checkpoint = sys.argv[2]
+    max_rows = int(sys.argv[3])
+    number = int(sys.argv[4])
     if what == "turns":
         turns = VllmTurns(VllmEngine(checkpoint, max_rows), number)
         print(json.dumps({"ready": []}), file=answers, flush=True)

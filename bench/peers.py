@@ -35,7 +35,9 @@ from bench.peer_files import write_checkpoint, write_gguf
 from bench.report import OtherLoad, Value, render
 from engine.graphs.host_steps import EAGER_FIRST
 
-CONTEXT, PROMPTS, ROWS = 512, (512, 2048), (1, 8, 32)
+CONTEXT = 512
+PROMPTS = (512, 2048)
+ROWS = (1, 8, 32)
 WARM_UPS = EAGER_FIRST + 1  # prompts: vLLM compiles at startup, Baton records repeated shapes
 LLAMA_TIMEOUT_S = 600.0
 

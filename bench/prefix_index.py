@@ -39,7 +39,8 @@ def taken_s(work: Callable[[], object]) -> float:
 
 
 def rebuild_s(num_entries: int) -> float:
-    journal, rng = PointJournal(), random.Random(0)
+    journal = PointJournal()
+    rng = random.Random(0)
     journal.follow({rng.randbytes(16) for _ in range(num_entries)})
     with journal.watch() as watcher:
         wire = [report.SerializeToString() for report in watcher.take()]

@@ -19,12 +19,24 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics
 from engine.core.rows import Row, build_batch
 
-NUM_LAYERS, MAX_ROWS, PAGE_SIZE, MAX_TOKENS = 4, 8, 64, 4096
+NUM_LAYERS = 4
+MAX_ROWS = 8
+PAGE_SIZE = 64
+MAX_TOKENS = 4096
 PAGES_PER_ROW = MAX_TOKENS // PAGE_SIZE
-HEADS, DIM, KERNEL = 16, 128, 4  # of Qwen3.5-0.8B: as many key heads as value heads
+# of Qwen3.5-0.8B: as many key heads as value heads
+HEADS = 16
+DIM = 128
+KERNEL = 4
 CHANNELS = 3 * HEADS * DIM
-LATENT_HEADS, LATENT, ROPE = 128, 512, 64  # of DeepSeek-V3
-INDEX_HEADS, INDEX_DIM, SELECTED = 64, 128, 2048  # of DeepSeek-V3.2
+# of DeepSeek-V3
+LATENT_HEADS = 128
+LATENT = 512
+ROPE = 64
+# of DeepSeek-V3.2
+INDEX_HEADS = 64
+INDEX_DIM = 128
+SELECTED = 2048
 
 
 def draw(*shape: int) -> Tensor:
@@ -60,7 +72,8 @@ class Delta:
         x = draw(count, CHANNELS + HEADS * DIM)[
             :, :CHANNELS
         ]  # next to other columns, as in a projection's output
-        g, beta = -torch.rand(count, HEADS), torch.rand(count, HEADS)
+        g = -torch.rand(count, HEADS)
+        beta = torch.rand(count, HEADS)
 
         def run(layer: int) -> Tensor:
             mixed = self._backend.causal_conv(layer, x, self._weights[layer], batch)
@@ -97,13 +110,13 @@ class Latent:
         )
 
     def prepare(self, batch: ForwardBatch) -> Callable[[int], object]:
-        count, backend = batch.num_tokens, self._backend
-        q, entries = draw(count, LATENT_HEADS, LATENT + ROPE), draw(count, LATENT + ROPE)
-        index_q, index_k, weights = (
-            draw(count, INDEX_HEADS, INDEX_DIM),
-            draw(count, INDEX_DIM),
-            torch.rand(count, 64),
-        )
+        count = batch.num_tokens
+        backend = self._backend
+        q = draw(count, LATENT_HEADS, LATENT + ROPE)
+        entries = draw(count, LATENT + ROPE)
+        index_q = draw(count, INDEX_HEADS, INDEX_DIM)
+        index_k = draw(count, INDEX_DIM)
+        weights = torch.rand(count, 64)
         backend.plan(batch)
 
         def run(layer: int) -> Tensor:

@@ -81,7 +81,8 @@ def _family_cpu_s() -> float:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             members[int(entry.name)] = _stat(int(entry.name))
-    family, found = set[int](), {os.getpid()}
+    family = set[int]()
+    found = {os.getpid()}
     while found:
         family |= found
         found = {pid for pid, fields in members.items() if int(fields[1]) in found} - family

@@ -44,7 +44,9 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     async with running_cluster(config) as (cluster, client):
         over = asyncio.Event()
         load = asyncio.create_task(steady_load(client, flags, over))
-        others, started, away_s = OtherLoad(), time.monotonic(), []
+        others = OtherLoad()
+        started = time.monotonic()
+        away_s = []
         try:
             for _ in range(flags.rounds):
                 for name in [name for name in cluster.processes if name != "router"]:
@@ -90,7 +92,8 @@ def all_serve(status: ClusterStatus) -> bool:
 
 def missed(values: Mapping[str, Value]) -> list[str]:
     """Return the missed bars."""
-    found, away_s = failed_requests(values), values["away_s_p50"]
+    found = failed_requests(values)
+    away_s = values["away_s_p50"]
     if values["is_killed"] and isinstance(away_s, float) and away_s > AWAY_BAR_S:
         found.append(f"away_s_p50 {away_s:.3g} is above {AWAY_BAR_S:g}")
     return found

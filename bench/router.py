@@ -34,7 +34,8 @@ from testing.past_proxies import PAST_PROXIES
 STREAMS = (8, 64)
 SHORT = 2  # tokens
 PROMPT = range(300, 364)
-START_S, TIMEOUT_S = 60.0, 300.0
+START_S = 60.0
+TIMEOUT_S = 300.0
 
 
 def thread_cpu_s(pid: int) -> float:
@@ -188,7 +189,8 @@ async def worker_share(model: Path, streams: int, tokens: int) -> float:
         pid = cluster.processes["decode-0"].pid or 0
         middle = Middle(pid, generation_pb2_grpc.GenerationStub(channel))
         await middle.turn(streams, 2, tokens)
-        before, loop_before = process_cpu_s(pid), thread_cpu_s(pid)
+        before = process_cpu_s(pid)
+        loop_before = thread_cpu_s(pid)
         await middle.turn(streams, 1, tokens)
         return (thread_cpu_s(pid) - loop_before) / (process_cpu_s(pid) - before)
 

@@ -178,7 +178,8 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
     async def _run(
         self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
     ) -> None:
-        key, num_tokens = opening.event_sender.key, len(opening.input.open.request.prompt_token_ids)
+        key = opening.event_sender.key
+        num_tokens = len(opening.input.open.request.prompt_token_ids)
         opening.event_sender.send(
             prefill_pb2.PrefillEvent(
                 key=key,
@@ -229,10 +230,8 @@ class SourceDecode(decode_pb2_grpc.DecodeServicer):
     async def _generate(
         self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
     ) -> None:
-        request, event_sender = (
-            opening.input.open.request,
-            DecodeEventSender(opening.event_sender, 1),
-        )
+        request = opening.input.open.request
+        event_sender = DecodeEventSender(opening.event_sender, 1)
         event_sender.destination(transfer_pb2.DestinationTerms(session_id=request.request_id))
         await opening.inbox.get(None, "the first token")
         event_sender.committed(decode_pb2.DecodeCommitted())
@@ -248,7 +247,8 @@ def expired() -> Counter:
 
 async def serve_source(model: Path, step_s: float) -> None:
     """Serve; print the addresses of prefill worker, decode worker and the relay's source."""
-    config, steps = json.loads((model / "config.json").read_text()), Steps(step_s)
+    config = json.loads((model / "config.json").read_text())
+    steps = Steps(step_s)
     addresses = []
     for role in ("prefill", "decode"):
         server = GrpcServer(

@@ -64,7 +64,8 @@ class ClusterSide:
 
         Planner calls are per step of the last stage, by path.
         """
-        leader, last = await self.ports.leader(), await self.ports.last_stage()
+        leader = await self.ports.leader()
+        last = await self.ports.last_stage()
         calls = planner_calls(last)
         return {
             f"{name}_tokens_per_pass": leader.mean("baton_spec_accept_length"),
@@ -113,7 +114,8 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         for batch in flags.batches:
             for asked in (others, queries):
                 for each in (plain, drafting):
-                    each.tokens, each.seconds = 0, 0.0
+                    each.tokens = 0
+                    each.seconds = 0.0
                 for start in range(0, len(asked) - batch + 1, batch):
                     for each in (plain, drafting):
                         await each.run(asked[start : start + batch])

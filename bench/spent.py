@@ -48,7 +48,9 @@ class ClosedLoad:
             round(MOST_PER_S * self.seconds), Arrivals(rate=MOST_PER_S), self.shape, seed=seed
         )
         left = iter(list(zip(planned, make_queries(info, planned, seed=seed), strict=True)))
-        asked, outcomes, began_s = list[Planned](), list[Outcome](), time.monotonic()
+        asked = list[Planned]()
+        outcomes = list[Outcome]()
+        began_s = time.monotonic()
 
         async def one_after_the_other() -> None:
             while (
@@ -74,7 +76,8 @@ class OpenLoad:
         planned = plan(
             max(2, round(self.rate * self.seconds)), Arrivals(rate=self.rate), self.shape, seed=seed
         )
-        queries, began_s = make_queries(info, planned, seed=seed), time.monotonic()
+        queries = make_queries(info, planned, seed=seed)
+        began_s = time.monotonic()
         outcomes = await run_load(client, queries, [item.at_s for item in planned])
         return Asked(planned, outcomes, time.monotonic() - began_s)
 
@@ -144,10 +147,8 @@ class Meter:
         ), asked
 
     async def _read(self) -> _CostCounts:
-        core_s, steps = (
-            dict.fromkeys((PREFILL, DECODE, OTHERS), 0.0),
-            dict.fromkeys((PREFILL, DECODE), 0.0),
-        )
+        core_s = dict.fromkeys((PREFILL, DECODE, OTHERS), 0.0)
+        steps = dict.fromkeys((PREFILL, DECODE), 0.0)
         for name, port in self._ports.items():
             steps[_role(name)] += (await asyncio.to_thread(scrape, port)).value(_STEPS)
         for name, pid in self._pids.items():

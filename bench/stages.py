@@ -76,7 +76,8 @@ def answer(name: str) -> None:
 
 def round_trip_us(channel: PoolChannel, packet: Packet, repeats: int) -> float:
     """Return the median after both stages have run for WARM_S."""
-    warm_s, times = time.perf_counter() + WARM_S, list[float]()
+    warm_s = time.perf_counter() + WARM_S
+    times = list[float]()
     while len(times) < repeats:
         began_s = time.perf_counter()
         channel.send(1, packet, timeout_s=TIMEOUT_S)

@@ -56,7 +56,8 @@ class Stamped(Answer):
 
 def step_s(pool: LocalPool, rows: int, prompt_tokens: int, num_tokens: int) -> float:
     """Return the mean seconds of a step in which all rows take part."""
-    rng, answers = random.Random(0), [Stamped() for _ in range(rows)]
+    rng = random.Random(0)
+    answers = [Stamped() for _ in range(rows)]
 
     def submit() -> None:
         for row, answer in enumerate(answers):
@@ -68,10 +69,8 @@ def step_s(pool: LocalPool, rows: int, prompt_tokens: int, num_tokens: int) -> f
     call(pool.loop, submit)
     for answer in answers:
         assert answer.done.wait(600), "a request did not end"
-    first_s, last_s = (
-        max(each.came_s[0] for each in answers),
-        min(each.came_s[-1] for each in answers),
-    )
+    first_s = max(each.came_s[0] for each in answers)
+    last_s = min(each.came_s[-1] for each in answers)
     steps = sum(first_s < came_s <= last_s for came_s in answers[0].came_s)
     return (last_s - first_s) / steps
 

@@ -78,7 +78,8 @@ class RequestMemory:
         Raises:
             CapacityError: memory is short, or more than `most` tokens of the prompt are missing.
         """
-        found, num_tokens = self._readable(entry), len(entry.request.prompt_token_ids)
+        found = self._readable(entry)
+        num_tokens = len(entry.request.prompt_token_ids)
         num_missing = num_tokens - found.num_tokens
         if num_missing > most:
             raise CapacityError(
@@ -114,7 +115,8 @@ class RequestMemory:
         assert entry.pages is not None
         self.cache.metrics.reused.inc(entry.pages.num_shared * self.limits.page_size)
         if names_draft(entry.compatibility) is not with_draft:
-            entry.compatibility, entry.blocks = "", ()
+            entry.compatibility = ""
+            entry.blocks = ()
         self.cache.insert(entry.blocks, entry.pages.page_ids)
 
     def keep_drawn(self, entry: DecodeEntry) -> None:

@@ -248,12 +248,14 @@ class DecodeScheduler:
             self._note_verified(batch, result)
         self._note_pace(batch)
         self._since_s = self.clock.now()
-        drawn, verified = iter(result.tokens), iter(result.verified)
+        drawn = iter(result.tokens)
+        verified = iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
             entry.num_due -= sampling is not None
-            outcome, tokens = Verified(), []
+            outcome = Verified()
+            tokens = []
             if result.error is None and (
                 sampling is not None or batch.mode is ForwardMode.PREBUILT
             ):

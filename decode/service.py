@@ -81,7 +81,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield pb.DecodeEvents(events=events)
 
     async def _generate(self, opening: Opening[pb.DecodeInput, pb.DecodeEvent]) -> None:
-        parts, asked = self._parts, opening.input.open
+        parts = self._parts
+        asked = opening.input.open
         request = read_request(parts, asked.request, role="decode")
         source = codec.source_from_proto(asked.source) if asked.HasField("source") else None
         replayed = _replayed(asked, request, vocab_size=parts.plan.description.facts.vocab_size)
@@ -96,10 +97,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         async def take_place() -> DecodeHandler | LocalPrefillHandler:
             mine = parts.leader.compatibility.digest
             alike = mine if source is None else in_common(mine, source.compatibility)
-            blocks, kept_as = (
-                parts.blocks_of(request, alike),
-                alike if parts.caches and request.uses_cache else "",
-            )
+            blocks = parts.blocks_of(request, alike)
+            kept_as = alike if parts.caches and request.uses_cache else ""
 
             def take(scheduler: DecodeScheduler) -> Reservation:
                 admit = (

@@ -46,7 +46,8 @@ class DecodeRole:
         return None
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeader":
-        geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
+        geometry = stage.plan.geometry
+        grid = stage.plan.description.facts.chunk_grid
         has_states = any(spec.kind.is_state for spec in geometry.specs)
         adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
         limits = DecodeLimits(
@@ -63,7 +64,8 @@ class DecodeRole:
             local_rest_tokens=0 if has_states else config.local_rest_tokens,
             steps_ahead=config.overlap_steps,
         )
-        keys, journal = itertools.count(1), PointJournal()
+        keys = itertools.count(1)
+        journal = PointJournal()
         return DecodeLeader(
             DataRanks(
                 tuple(

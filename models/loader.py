@@ -110,7 +110,8 @@ class ModelDescription:
         for name, entry in stage_entries(self.checkpoint, self.spec, layers).items():
             own = rank.attention if any(part in name for part in by_request) else rank
             whole = self._kept_bytes(name, entry.shape, layers)
-            (held, total) = (1, own.size)
+            held = 1
+            total = own.size
             if _EXPERTS in name:
                 held, total = self._most_experts(name, own)
             num_bytes += -(-whole * held // total)

@@ -99,7 +99,8 @@ def report(config: WorkerConfig) -> Iterator[str]:
     held = decode_requests(config.max_running, num_landing=config.max_landing)
     plan = plan_stage(config, max_held=held, speculates=config.draft is not None, memory=memory)
     own = config.placement.tensor
-    facts, stages = plan.description.facts, _checked_stages(plan, own)
+    facts = plan.description.facts
+    stages = _checked_stages(plan, own)
     yield (
         f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
         f"stored as {_stored_types(plan)}"
@@ -149,7 +150,8 @@ def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:
     Raises:
         ConfigError: tensors do not fit the config or this rank.
     """
-    nowhere, whole = torch.device("meta"), LayerRange(0, plan.description.facts.num_layers)
+    nowhere = torch.device("meta")
+    whole = LayerRange(0, plan.description.facts.num_layers)
     stages = [layers.intersect(whole) for layers in plan.ranges]
     for layers in stages:
         plan.description.load_stage(

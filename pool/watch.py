@@ -27,7 +27,8 @@ from runtime.version import WIRE_VERSION
 logger = logging.getLogger(__name__)
 
 WatchContext = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 60.0
 # Intervals between two reports of an idle pool; a router suspects a worker after more of them.
 _IDLE_INTERVALS = 2
 
@@ -39,7 +40,8 @@ def worker_info(
 
     Reads the tokenizer's file, so call it once and not per report.
     """
-    facts, num_ranks = plan.description.facts, config.dp_attention
+    facts = plan.description.facts
+    num_ranks = config.dp_attention
     return pb.WorkerInfo(
         role=role,
         incarnation=incarnation,
@@ -67,10 +69,12 @@ def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.Work
     """Return `info` with the digests that other pools compare, once the pool has formed."""
     if leader.weights is None:
         return info
-    known, formed = leader.compatibility, pb.WorkerInfo()
+    known = leader.compatibility
+    formed = pb.WorkerInfo()
     formed.CopyFrom(info)
     formed.revision = leader.weights.revision(plan.description.facts.revision)
-    formed.compatibility, formed.compatibility_text = known.digest, known.text
+    formed.compatibility = known.digest
+    formed.compatibility_text = known.text
     return formed
 
 
@@ -144,19 +148,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 )
             )
         shown: pb.WorkerInfo | None = None
-        sent, num_unsent = pb.WorkerLoad(), 0
+        sent = pb.WorkerLoad()
+        num_unsent = 0
         with self._journal.watch() as cache:
             while True:
                 changed = self._changed
                 if shown != (info := self._info()):
                     yield pb.WatchResponse(info=info)
-                    shown, num_unsent = info, _IDLE_INTERVALS  # the load follows at once
+                    # the load follows at once
+                    shown = info
+                    num_unsent = _IDLE_INTERVALS
                 for report in cache.take():
                     yield pb.WatchResponse(cache=report)
                 load = self._load()
                 load.cache_reports = cache.num_reports
                 if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
-                    sent, num_unsent = load, 0
+                    sent = load
+                    num_unsent = 0
                     yield pb.WatchResponse(load=load)
                 else:
                     num_unsent += 1

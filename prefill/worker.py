@@ -46,7 +46,8 @@ class PrefillRole:
         Raises:
             ConfigError: `chunk_tokens` is no multiple of the model's grid.
         """
-        geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
+        geometry = stage.plan.geometry
+        grid = stage.plan.description.facts.chunk_grid
         if config.chunk_tokens % grid:
             raise ConfigError(
                 f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
@@ -61,7 +62,8 @@ class PrefillRole:
             max_queued=config.max_queued,
             drafts=stage.plan.speculation is not None,
         )
-        keys, journal = count(1), PointJournal()
+        keys = count(1)
+        journal = PointJournal()
         return PrefillLeader(
             DataRanks(
                 tuple(

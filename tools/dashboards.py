@@ -13,7 +13,8 @@ from grafana_foundation_sdk.models import dashboard as models
 from tools.panels import DASHBOARDS, WIDTH, Dashboard, Panel
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "dashboards"
-HEIGHT, COLUMNS = 8, 24
+HEIGHT = 8
+COLUMNS = 24
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 

@@ -23,7 +23,8 @@ from baton.client import DEFAULT_TARGET
 
 PAGE = Path(__file__).parent.parent / "docs" / "first-minutes.md"
 PROMPT = "$ "
-START_S, ANSWER_S = 180, 120
+START_S = 180
+ANSWER_S = 120
 _HEAD = """\
 # The first ten minutes
 
@@ -190,7 +191,8 @@ def _terminals(target: str) -> Iterator[tuple[Terminal, Terminal]]:
         "COLUMNS": "80",
         "OMP_NUM_THREADS": "1",
     }
-    first, second = Terminal(environment), Terminal(environment)
+    first = Terminal(environment)
+    second = Terminal(environment)
     try:
         yield first, second
     finally:

@@ -89,7 +89,8 @@ class EnteredFunctions:
     @contextmanager
     def collected(self) -> Iterator[set[Function]]:
         """Yield a set that receives the product's functions entered in the block, at its end."""
-        before, entered = self._calls(), set[Function]()
+        before = self._calls()
+        entered = set[Function]()
         yield entered
         for code, count in self._calls().items():
             path = Path(code.co_filename)

@@ -20,7 +20,9 @@ from bench.storm.verdict import Counts, Fate, ScoredTokens, stalls
 from tests.support.network.hosts import Network
 
 NUM_QUESTIONS = 12
-LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is restored
+# of load before a cut and after it is restored
+LEAD_S = 1.0
+TAIL_S = 2.0
 SETTLE_S = 60.0
 WORKER_FLAGS = ("--transport", "tcp", "--transport-interface", "eth0", "--drain-s", "2")
 ROUTER_FLAGS = ("--drain-s", "2")
@@ -53,7 +55,8 @@ class Way(StrEnum):
     BACK = "back"
 
     def of(self, pair: tuple[str, str]) -> list[tuple[str, str]]:
-        there, back = pair, (pair[1], pair[0])
+        there = pair
+        back = (pair[1], pair[0])
         return {Way.BOTH: [there, back], Way.THERE: [there], Way.BACK: [back]}[self]
 
 

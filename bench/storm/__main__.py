@@ -29,7 +29,8 @@ KINDS = (*FaultKind, *CLIENTS)
 
 def figures(storm: Storm) -> dict[str, Value]:
     """Return the figures as one flat object; times in seconds."""
-    counts, recovered = storm.counts, storm.recoveries_s
+    counts = storm.counts
+    recovered = storm.recoveries_s
     by_kind = {
         kind: [
             seconds
@@ -144,7 +145,8 @@ def main() -> int:
     )
     parser.add_argument("--log", type=Path, help="file for the lines of all processes")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags, others = parser.parse_args(), OtherLoad()
+    flags = parser.parse_args()
+    others = OtherLoad()
     try:
         storm = asyncio.run(run_storm(_config(flags, LineFile(flags.log))))
     except BatonError as error:

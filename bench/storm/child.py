@@ -28,7 +28,8 @@ def damaged(buffer: bytes | bytearray | memoryview) -> memoryview:
 
 def shift_clock(control: Control) -> None:
     """Shift `time.time` by the control's offset from now on, for all callers except gRPC."""
-    true_time, true_clock = time.time, ModuleType("time")
+    true_time = time.time
+    true_clock = ModuleType("time")
     vars(true_clock).update(vars(time))
     vars(cygrpc)["time"] = true_clock
 

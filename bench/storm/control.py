@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Self
 
 _FIELDS = struct.Struct("<QQd")  # frames and items still to damage, clock offset in seconds
-_FRAMES, _ITEMS, _CLOCK = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<d")
-_ITEMS_AT, _CLOCK_AT = 8, 16
+_FRAMES = struct.Struct("<Q")
+_ITEMS = struct.Struct("<Q")
+_CLOCK = struct.Struct("<d")
+_ITEMS_AT = 8
+_CLOCK_AT = 16
 
 
 class Control:

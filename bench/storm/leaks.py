@@ -89,7 +89,8 @@ def marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            pid, wanted = int(folder.name), f"{MARK}={mark}".encode()
+            pid = int(folder.name)
+            wanted = f"{MARK}={mark}".encode()
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if (
                 pid != os.getpid()

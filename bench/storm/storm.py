@@ -113,7 +113,8 @@ class Storm:
 
 async def run_storm(config: StormConfig) -> Storm:
     """Run a storm, or raise BatonError if the cluster fails before it begins."""
-    storm, mark = Storm(), uuid.uuid4().hex
+    storm = Storm()
+    mark = uuid.uuid4().hex
     with (
         tempfile.TemporaryDirectory(prefix="storm-") as name,
         SmallDisk(Path(name) / "disk") as disk,
@@ -194,7 +195,8 @@ def _environment(**values: str) -> Iterator[None]:
 @contextmanager
 def _temporary_files_in(folder: Path) -> Iterator[None]:
     """Place temporary files of this process and its children in `folder`."""
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    before = tempfile.tempdir
+    tempfile.tempdir = str(folder)
     try:
         with _environment(TMPDIR=str(folder)):
             yield

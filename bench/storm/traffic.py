@@ -14,7 +14,9 @@ from baton.values import Chunk, Event, Finish, ModelInfo, Query, Sampling, Stop,
 from runtime.errors import BatonError
 
 HUNG_S = 10.0  # beyond its deadline; a request that takes longer counts as hung
-UNREAD_TOKENS, UNREAD_LOGPROBS = 700, 20  # more than the windows of a connection hold
+# more than the windows of a connection hold
+UNREAD_TOKENS = 700
+UNREAD_LOGPROBS = 20
 UNREAD_S = 12.0  # stay of a client that does not read; a router disconnects it in the meantime
 
 
@@ -207,7 +209,8 @@ class Traffic:
             async for event in events:
                 seen.message_s.append(time.monotonic())
                 if isinstance(event, Finish):
-                    seen.has_finished, seen.num_cached = True, event.usage.cached_tokens
+                    seen.has_finished = True
+                    seen.num_cached = event.usage.cached_tokens
                 elif isinstance(event, Chunk):
                     seen.tokens += [
                         (token, logprobs.logprob)

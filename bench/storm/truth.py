@@ -11,7 +11,9 @@ from engine.core.request import Request, SamplingParams
 from models.loader import read_model
 from tests.support.pool.local_pool import local_pool
 
-PAGE_SIZE, NUM_PAGES, MAX_RUNNING = 64, 256, 8
+PAGE_SIZE = 64
+NUM_PAGES = 256
+MAX_RUNNING = 8
 
 
 def answers(model: Path, questions: Sequence[Query]) -> list[list[tuple[int, float]]]:

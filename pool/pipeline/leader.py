@@ -368,7 +368,8 @@ class Leader:
             # A stage that joins now must not start serving: accepted requests would be handed back
             # soon.
             return
-        self.serving, self.reason = stages is not None, reason
+        self.serving = stages is not None
+        self.reason = reason
         logger.info("serving with %d stages", stages) if stages else logger.info(
             "not serving: %s", reason
         )

@@ -79,7 +79,8 @@ class EvictionOrder:
 
     def take(self, may_go: Callable[[BlockRun], bool]) -> BlockRun | None:
         """Remove and return the run of least worth that `may_go` accepts, or None."""
-        passed, found = [], None
+        passed = []
+        found = None
         while self._heap and found is None:
             entry = worth, serial, run = heapq.heappop(self._heap)
             if self._latest.get(run) != serial:

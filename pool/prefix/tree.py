@@ -123,7 +123,8 @@ class PrefixTree:
         """
         self._rule = rule
         self._clock = clock
-        self._is_page_held, self._is_slot_held = is_page_held, is_slot_held
+        self._is_page_held = is_page_held
+        self._is_slot_held = is_slot_held
         self.journal = journal or PointJournal()
         self._root = BlockRun([], array("i"), None, 0, 0.0)
         self._runs: dict[bytes, BlockRun] = {}  # by the names of their blocks
@@ -141,7 +142,8 @@ class PrefixTree:
 
     def find(self, names: Sequence[bytes], num_tokens: int) -> Found:
         """Return the cached part of a prompt of `num_tokens` tokens; change nothing."""
-        known, last = self._num_known(names), self._rule.last_point(num_tokens)
+        known = self._num_known(names)
+        last = self._rule.last_point(num_tokens)
         run, depth = self._resume_point(names, min(known, last))
         return Found(
             depth * self._rule.block_tokens,
@@ -182,7 +184,8 @@ class PrefixTree:
             )
         if slot_id is not None and not self._rule.is_point(len(names)):
             raise InternalError(f"a state after {len(names)} pages, where no prompt is split")
-        known, points = self._num_known(names), list[bytes]()
+        known = self._num_known(names)
+        points = list[bytes]()
         taken = Changed(page_ids=list(page_ids[known : len(names)]))
         run = self._ending_at(names, known)
         if taken.page_ids:
@@ -287,7 +290,8 @@ class PrefixTree:
             num_children=1,
         )
         del run.names[:count], run.page_ids[:count]
-        run.parent, run.start = first, depth
+        run.parent = first
+        run.start = depth
         self._runs.update(dict.fromkeys(first.names, first))
         return first
 
@@ -339,7 +343,8 @@ class PrefixTree:
         Earlier blocks are evicted as long as they are not held and worth less than all other
         leaves.
         """
-        num_gone, run.num_hits = 1, 0
+        num_gone = 1
+        run.num_hits = 0
         if run.used_s < self._leaves.least:
             most = min(count, len(run.names))
             while num_gone < most and not is_held(run.page_ids[-num_gone - 1]):
@@ -382,5 +387,6 @@ def _page_ids(run: BlockRun, depth: int) -> tuple[int, ...]:
     parts = []
     while run.parent is not None:
         parts.append(run.page_ids[: depth - run.start])
-        depth, run = run.start, run.parent
+        depth = run.start
+        run = run.parent
     return tuple(chain.from_iterable(reversed(parts)))

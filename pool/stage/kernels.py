@@ -6,8 +6,8 @@ Otherwise they would be compiled one by one while the pool waits for its first t
 import torch
 
 from engine.core.numerics import HOST
-from engine.kernels.host.build.kernel_list import ModelNeeds, kernels_of
-from engine.kernels.host.build.precompile import compile_ahead
+from engine.kernels.host.aot.kernel_list import ModelNeeds, kernels_of
+from engine.kernels.host.aot.precompile import compile_ahead
 from engine.memory.layout import CacheKind
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import StagePlan

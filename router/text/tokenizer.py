@@ -34,7 +34,7 @@ class TextTokenizer:
         chat_template: ChatTemplate | None,
         control_tokens: ControlTokens | None = None,
     ) -> None:
-        """With `control_tokens`, control tokens in a conversation's texts are encoded as text."""
+        """Encode control tokens in a conversation's texts as text, given `control_tokens`."""
         self.tokenizer = tokenizer
         self._control_tokens = control_tokens
         self.chat_template = chat_template

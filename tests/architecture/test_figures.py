@@ -301,7 +301,7 @@ STATED = [
     Stated(
         OPERATIONS,
         "as long as {} MiB are free for each",
-        ("engine/kernels/host/build/precompile.py:PROCESS_BYTES",),
+        ("engine/kernels/host/aot/precompile.py:PROCESS_BYTES",),
         MIB,
     ),
     Stated(

@@ -50,7 +50,7 @@ ENGINE_ROOMS = (
     "kernels.host.linear",
     "kernels.host.recurrent",
     "kernels.host.attention",
-    "kernels.host.build",
+    "kernels.host.aot",
     "kernels.device",
     "memory",
     "contracts",

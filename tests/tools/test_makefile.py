@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("target", "steps"),
     [
         ("demo", ["pip install", "baton demo"]),
-        ("test", ["pip install", "engine.kernels.host.build.compile_all", "-m pytest"]),
+        ("test", ["pip install", "engine.kernels.host.aot.compile_all", "-m pytest"]),
     ],
 )
 def test_steps_that_take_long_show_how_far_they_are(

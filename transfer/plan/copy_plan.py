@@ -158,7 +158,8 @@ class CopyPlan:
     @cached_property
     def digest(self) -> str:
         """Return a digest of all inputs of the plan and of the page runs."""
-        source, destination = self._source, self._destination
+        source = self._source
+        destination = self._destination
         parts: list[object] = [
             SCHEMA_VERSION,
             destination.session_id,
@@ -204,7 +205,8 @@ class CopyPlan:
 
     def _lane_parts(self, source_stage: int, dest_stage: int) -> list[_LanePart]:
         """Return the source's records in the lane, with the stretches to send (None: all)."""
-        source, dest = self._source.stages[source_stage], self._destination.stages[dest_stage]
+        source = self._source.stages[source_stage]
+        dest = self._destination.stages[dest_stage]
         layers = source.layers.intersect(dest.layers)
         parts = (
             (spec.of_rank(source.tensor), stretches(spec, source.tensor, dest.tensor))

@@ -118,7 +118,8 @@ class CpuAttention:
     def _run_window(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        slots, pages = self._windows[layer_id], self._rings[layer_id]
+        slots = self._windows[layer_id]
+        pages = self._rings[layer_id]
         out = torch.empty_like(q)
         for part in plan.parts:
             _write(pages, k[part.tokens], v[part.tokens], part.plan, self._team)
@@ -197,7 +198,8 @@ def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -
 
 def _keys_of(pages: Tensor, rows: RowsInPlace, row: int, token: int) -> Tensor:
     """Return the keys and values that the token sees, [kv heads, 2, keys, D]."""
-    page_size, num_keys = pages.shape[3], int(rows.positions[token]) + 1
+    page_size = pages.shape[3]
+    num_keys = int(rows.positions[token]) + 1
     positions = torch.arange(
         max(0, num_keys - 1 - rows.window), min(num_keys, int(rows.num_in_order[row]))
     )

@@ -55,7 +55,8 @@ class PagedRounds:
     """A `RoundAttention` for rounds that fit on the null page."""
 
     def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
-        self._pools, self._geometry = dict(kv_pools), geometry
+        self._pools = dict(kv_pools)
+        self._geometry = geometry
         self._team = Team()
         self.num_plans = 0
 
@@ -72,10 +73,8 @@ class PagedRounds:
             InternalError: the rows have different numbers of branches, or the tokens do not fit on
                 the null page.
         """
-        branches, count = (
-            num_branches_of(batch, replan_equivalent=replan_equivalent),
-            batch.num_tokens,
-        )
+        branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
+        count = batch.num_tokens
         num_steps = self._geometry.page_size // count
         if not num_steps:
             raise InternalError(
@@ -116,7 +115,8 @@ class PagedRounds:
         if step == len(plan.reads.positions):
             raise InternalError(f"{step} steps of {batch.num_tokens} tokens fill the null page")
         plan.num_done[layer_id] = step + 1
-        reads, pool = plan.reads, self._pools[layer_id]
+        reads = plan.reads
+        pool = self._pools[layer_id]
         write_tokens(
             dense_tokens(k),
             dense_tokens(v),

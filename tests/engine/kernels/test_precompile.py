@@ -15,9 +15,9 @@ import pytest
 import torch
 from numba.core.caching import FunctionCache
 
-from engine.kernels.host.build import precompile
-from engine.kernels.host.build.kernel_list import Kernel, ModelNeeds, kernels, kernels_of
-from engine.kernels.host.build.precompile import compile_ahead
+from engine.kernels.host.aot import precompile
+from engine.kernels.host.aot.kernel_list import Kernel, ModelNeeds, kernels, kernels_of
+from engine.kernels.host.aot.precompile import compile_ahead
 from engine.kernels.host.codegen import compiled
 from engine.kernels.host.codegen.compiled import (
     Attempt,
@@ -36,7 +36,7 @@ from runtime.process.host_memory import HostMemory
 FINDER = """
 import logging
 from engine.kernels.host.codegen.compiled import Attempt, KernelMissingError, trying
-from engine.kernels.host.build.kernel_list import kernels
+from engine.kernels.host.aot.kernel_list import kernels
 
 logging.basicConfig(level="INFO")
 for kernel in kernels():

@@ -15,7 +15,7 @@ ROOT = "engine.kernels.host"
 MODULES = sorted(
     found.name
     for found in pkgutil.walk_packages(host.__path__, f"{ROOT}.")
-    if not found.ispkg and ".build." not in found.name
+    if not found.ispkg and ".aot." not in found.name
 )
 
 

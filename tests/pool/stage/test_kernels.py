@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decode.worker import DecodeRole
+from engine.kernels.host.aot.kernel_list import Kernel
 from engine.kernels.host.attention import mla, paged_attention, sparse_index
-from engine.kernels.host.build.kernel_list import Kernel
 from engine.kernels.host.codegen import program
 from engine.kernels.host.linear import packed_linear_kernel, packing
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates

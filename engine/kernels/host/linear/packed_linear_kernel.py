@@ -115,13 +115,13 @@ def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
 def _take_items(pointer, stored, terms):
     """Run one thread: multiply some rows by some blocks at a time until no items are left."""
     a = carray(pointer, 1)[0]
-    layout, shaped_rows, copied = take_seat(pointer), 0, -1
+    layout = take_seat(pointer)
+    shaped_rows = 0
+    copied = -1
     carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
-    sums_at, all_groups, num_panels = (
-        layout + LAYOUT_BYTES,
-        a.num_groups * a.num_matrices,
-        2 if a.w_up else 1,
-    )
+    sums_at = layout + LAYOUT_BYTES
+    all_groups = a.num_groups * a.num_matrices
+    num_panels = 2 if a.w_up else 1
     copy_at = (
         sums_at
         + (a.tile_rows + (2 + num_panels) * a.chunk_rows) * a.group_blocks * BLOCK_STEP_BYTES
@@ -131,21 +131,27 @@ def _take_items(pointer, stored, terms):
         if item >= a.num_items:
             release_tiles(terms)
             return
-        share, group = item // all_groups, item % all_groups
-        matrix, block = group // a.num_groups, group % a.num_groups * a.group_blocks
-        weights, ups, start, num_rows, column, x_at = (
-            a.w,
-            a.w_up,
-            0,
-            a.num_rows,
-            matrix * a.num_columns,
-            a.x,
-        )
-        scales, scales_up = a.scales, a.scales_up
+        share = item // all_groups
+        group = item % all_groups
+        matrix = group // a.num_groups
+        block = group % a.num_groups * a.group_blocks
+        weights = a.w
+        ups = a.w_up
+        start = 0
+        num_rows = a.num_rows
+        column = matrix * a.num_columns
+        x_at = a.x
+        scales = a.scales
+        scales_up = a.scales_up
         if a.shares:
             own = carray(pointer_to(a.shares + matrix * SHARE_FIELDS * 8, np.int64), SHARE_FIELDS)
-            weights, ups, start, num_rows, column = own[0], own[1], own[2], own[3], 0
-            scales, scales_up = own[4], own[5]
+            weights = own[0]
+            ups = own[1]
+            start = own[2]
+            num_rows = own[3]
+            column = 0
+            scales = own[4]
+            scales_up = own[5]
         else:
             weights += matrix * a.num_blocks * a.w_block_bytes
             ups += matrix * a.num_blocks * a.w_block_bytes
@@ -168,9 +174,11 @@ def _take_items(pointer, stored, terms):
                     end_row - first_row,
                     a.num_segments * a.segment_steps,
                 )
-            x_at, x_row = copy_at, a.copy_row_bytes
+            x_at = copy_at
+            x_row = a.copy_row_bytes
         for row in range(first_row, end_row, a.chunk_rows):
-            rows, first = min(a.chunk_rows, end_row - row), start + row
+            rows = min(a.chunk_rows, end_row - row)
+            first = start + row
             tile_rows = rows if a.unit_rows == 1 else amx.MAX_ROWS
             if tile_rows != shaped_rows:
                 make_tiles(terms, tile_rows, layout)
@@ -209,10 +217,8 @@ def _copy_rows(x, x_row, copy, copy_row, num_rows, num_words):
     Rows that are a power of two apart would share few sets of the nearest cache.
     """
     for row in range(num_rows):
-        words, copies = (
-            pointer_to(x + row * x_row, np.uint32),
-            pointer_to(copy + row * copy_row, np.uint32),
-        )
+        words = pointer_to(x + row * x_row, np.uint32)
+        copies = pointer_to(copy + row * copy_row, np.uint32)
         for word in range(num_words):
             copies[word] = words[word]
 

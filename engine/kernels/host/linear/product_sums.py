@@ -14,7 +14,8 @@ TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums i
 STREAM_ROWS = 16 if has_wide_vectors() else TILE_ROWS
 _STEP_BYTES = 4  # bytes of a row of x
 _STREAM_AHEAD_BYTES = 8192  # minimum, rounded up to whole segments
-_wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(STREAM_ROWS, 1)
+_wide = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS)
+_narrow = rows_times_blocks(STREAM_ROWS, 1)
 
 
 @njit(**STRICT_PART)
@@ -55,14 +56,14 @@ def _multiply(
     segment. So memory is equally busy in the first and in the last tile. `skipped_bytes` is the
     distance from the end of the first block to the data multiplied next.
     """
-    sum_row, segment_bytes = a.group_blocks * BLOCK_STEP_BYTES, a.segment_steps * BLOCK_STEP_BYTES
-    own, third = sums_at, sums_at + a.tile_rows * sum_row
+    sum_row = a.group_blocks * BLOCK_STEP_BYTES
+    segment_bytes = a.segment_steps * BLOCK_STEP_BYTES
+    own = sums_at
+    third = sums_at + a.tile_rows * sum_row
     second = third + a.chunk_rows * sum_row
     total = second + (1 + panel) * a.chunk_rows * sum_row
-    num_tiles, units = (
-        (rows + a.tile_rows - 1) // a.tile_rows,
-        (rows + a.unit_rows - 1) // a.unit_rows,
-    )
+    num_tiles = (rows + a.tile_rows - 1) // a.tile_rows
+    units = (rows + a.unit_rows - 1) // a.unit_rows
     later = (
         1
         if a.tile_blocks > 1
@@ -74,10 +75,8 @@ def _multiply(
         ahead = later * segment_bytes + (skipped_bytes if segment + later >= a.num_segments else 0)
         first = segment * a.segment_steps
         for tile in range(num_tiles):
-            start, end = (
-                units * tile // num_tiles * a.unit_rows,
-                units * (tile + 1) // num_tiles * a.unit_rows,
-            )
+            start = units * tile // num_tiles * a.unit_rows
+            end = units * (tile + 1) // num_tiles * a.unit_rows
             at = start * sum_row
             out = (third if place == 2 else (second if place else total)) + at
             following = (third if place else second) + at
@@ -127,7 +126,8 @@ def _multiply_tile(
     a, rows, x, x_row, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms
 ):
     """Compute one segment's sums of a tile of rows, and add the earlier sums if tiles do that."""
-    block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
+    block = 0
+    y_row = a.group_blocks * BLOCK_STEP_BYTES
     while block + _TILE_BLOCKS <= num_blocks:
         at = block * BLOCK_STEP_BYTES
         _wide(

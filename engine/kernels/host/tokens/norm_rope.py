@@ -108,10 +108,8 @@ def add_and_norm(
 
     The results are new tensors like x.
     """
-    sums, out = (
-        torch.empty(x.shape, dtype=x.dtype),
-        rows_for_product(x.shape[0], x.shape[1], x.dtype),
-    )
+    sums = torch.empty(x.shape, dtype=x.dtype)
+    out = rows_for_product(x.shape[0], x.shape[1], x.dtype)
     _launch_norm(
         x,
         weight,
@@ -140,7 +138,8 @@ def _launch_norm(
     `added` is the other's stride and address and the sums' address. `turned` is the number of pairs
     and the addresses of the table.
     """
-    num_tokens, width = x.shape[0], x.shape[-1]
+    num_tokens = x.shape[0]
+    width = x.shape[-1]
     launch_integers(
         norm_for(x.dtype, weight.dtype, rounds_first),
         -(-num_tokens // _ITEM_TOKENS),
@@ -164,7 +163,8 @@ def _launch_norm(
 
 @cache
 def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
-    stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
+    stored = STORED_AS[dtype]
+    weighed = STORED_AS[weight_dtype]
 
     # Functions have module-level names: a function in a closure would be part of numba's cache key.
     if rounds_first:
@@ -184,24 +184,28 @@ def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):
 def _norm_tokens(pointer, stored, weighed, norm):
     """Run one thread: process a few tokens at a time until no items are left."""
     a = carray(pointer, 1)[0]
-    size, weight_bytes = size_of(stored), a.width * size_of(weighed)
+    size = size_of(stored)
+    weight_bytes = a.width * size_of(weighed)
     eps = number_of(a.eps_bits)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            x, out = a.x + token * a.stride * size, a.out + token * a.out_stride * size
+            x = a.x + token * a.stride * size
+            out = a.out + token * a.out_stride * size
             if a.sums:
                 sums = a.sums + token * a.width * size
                 add_row(x, a.other + token * a.other_stride * size, sums, a.width, stored)
                 x = sums
-            weight, angles = 0, token * a.half * size
+            weight = 0
+            angles = token * a.half * size
             for _ in range(a.num_heads):
                 norm(x, a.weight + weight * weight_bytes, eps, out, a.width, stored, weighed)
                 if a.half:
                     turn_row(out, a.cos + angles, a.sin + angles, out, a.half, a.width, stored)
-                x, out = x + a.width * size, out + a.width * size
+                x = x + a.width * size
+                out = out + a.width * size
                 weight = weight + 1 if weight + 1 < a.num_weights else 0
         count_up(pointer, DONE)
 
@@ -215,8 +219,10 @@ def rotary_table(
     rounded to fp32, as in torch.
     """
     shape = len(positions), 1, len(frequencies)
-    cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-    positions, frequencies = positions.contiguous(), frequencies.contiguous()
+    cos = torch.empty(shape, dtype=dtype)
+    sin = torch.empty(shape, dtype=dtype)
+    positions = positions.contiguous()
+    frequencies = frequencies.contiguous()
     launch_integers(
         tables_for(dtype),
         -(-len(positions) // _ITEM_TOKENS),
@@ -311,9 +317,11 @@ def _rotate_tokens(pointer, stored):
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            x, out = a.x + token * a.stride * size, a.out + token * a.num_heads * a.width * size
+            x = a.x + token * a.stride * size
+            out = a.out + token * a.num_heads * a.width * size
             angles = token * a.half * size
             for _ in range(a.num_heads):
                 turn_row(x, a.cos + angles, a.sin + angles, out, a.half, a.width, stored)
-                x, out = x + a.width * size, out + a.width * size
+                x = x + a.width * size
+                out = out + a.width * size
         count_up(pointer, DONE)

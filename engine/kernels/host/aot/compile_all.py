@@ -1,4 +1,4 @@
-"""`python -m engine.kernels.host.build.compile_all`: compile every kernel for this CPU, for all
+"""`python -m engine.kernels.host.aot.compile_all`: compile every kernel for this CPU, for all
 dtypes, on all cores.
 
 Later processes load the compiled kernels. On a fresh checkout or a new node, no process with a
@@ -8,8 +8,8 @@ deadline then waits for a compilation.
 import argparse
 import time
 
-from engine.kernels.host.build.kernel_list import kernels
-from engine.kernels.host.build.precompile import compile_ahead
+from engine.kernels.host.aot.kernel_list import kernels
+from engine.kernels.host.aot.precompile import compile_ahead
 from runtime.process.host_cores import num_cores
 from runtime.process.start_progress import KERNELS
 

@@ -4,7 +4,7 @@ A process goes through the kernels that it will call. A kernel that another proc
 postponed, so that processes that start together share the work. A process with several cores starts
 helpers, because numba compiles one kernel at a time per process, whatever the number of threads.
 
-    python -m engine.kernels.host.build.precompile PARENT_PID 0,7,3     # a helper for these kernels
+    python -m engine.kernels.host.aot.precompile PARENT_PID 0,7,3     # a helper for these kernels
 """
 
 import logging
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.kernels.host.build.kernel_list import Kernel, kernels
+from engine.kernels.host.aot.kernel_list import Kernel, kernels
 from engine.kernels.host.codegen.compiled import (
     Attempt,
     KernelLockedError,

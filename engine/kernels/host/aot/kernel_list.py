@@ -98,7 +98,8 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
     dtype = needs.dtype
     if not has_kernels(dtype):
         return
-    draws, recurs = not needs.reads_prompts, needs.has_states
+    draws = not needs.reads_prompts
+    recurs = needs.has_states
     called: tuple[tuple[bool, Kernel], ...] = (
         *((needs.attends, kernel) for kernel in _attention(dtype)),
         (recurs and needs.reads_prompts, Kernel(delta_rule.chunks_for, (dtype,))),
