@@ -343,7 +343,7 @@ def test_an_index_that_was_left_over_is_not_followed(
         StageDriver(read_model(single)).prefill({0: [5, 6, 7]}),
     )
     (notice,) = model.notices
-    assert "is left over, and only model.safetensors is read" in notice
+    assert "the index is ignored, and only model.safetensors is read" in notice
     assert loaded_bytes(folder) == loaded_bytes(single)
     assert torch.equal(oracle(folder).lm_head.weight, oracle(single).lm_head.weight)
 

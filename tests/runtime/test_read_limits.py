@@ -127,7 +127,7 @@ async def test_a_cancelled_read_gives_its_place_back() -> None:
 def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
     limiter = CallLimiter("calls", 2, 100)
     with limiter.taken(), limiter.taken(), limiter.holding(60):
-        with pytest.raises(CapacityError, match="2 calls are under way"), limiter.taken():
+        with pytest.raises(CapacityError, match="2 calls are open"), limiter.taken():
             pass
         with (
             pytest.raises(CapacityError, match="60 bytes and this one 41; the limit is 100"),
@@ -155,7 +155,7 @@ def test_a_client_leaves_something_to_others_however_many_calls_it_makes() -> No
             pass
         with (
             limiter.taken("b"),
-            pytest.raises(CapacityError, match="9 calls are under way"),
+            pytest.raises(CapacityError, match="9 calls are open"),
             limiter.taken("c"),
         ):
             pass
