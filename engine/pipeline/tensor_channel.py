@@ -114,14 +114,10 @@ class TensorChannel:
         if data is None:
             return None
         frame = self._read(rank, data)
-        tensors: tuple[Tensor, ...] = ()
-        if frame.specs:
-            flat = (
-                _copied(frame)
-                if frame.route is TensorRoute.WITHIN
-                else self._arrived(rank, frame.specs)
-            )
-            tensors = wire.cut(flat, frame.specs)
+        if frame.route is TensorRoute.WITHIN or not frame.specs:
+            tensors = wire.copied(frame)
+        else:
+            tensors = wire.cut(self._arrived(rank, frame.specs), frame.specs)
         return Packet(frame.record, tensors, frame.kind, frame.sequence)
 
     def wake(self) -> None:
@@ -192,9 +188,3 @@ class TensorChannel:
             if isinstance(error, DeadlineError):
                 raise
             self._frames.check(rank)
-
-
-def _copied(frame: Frame) -> Tensor:
-    flat = torch.empty(len(frame.run), dtype=torch.uint8)
-    flat.numpy().data[:] = frame.run
-    return flat
