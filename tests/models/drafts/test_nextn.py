@@ -190,7 +190,7 @@ def test_what_is_not_implemented_is_refused_by_name(
 
 def test_a_target_without_such_layers_refuses_it(made: Maker) -> None:
     draft = made("deepseek_v3")
-    with pytest.raises(ConfigError, match="no draft of LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="a NextN draft does not fit LlamaForCausalLM"):
         assert read_draft(draft, tiny(LLAMA)).capture_layers
 
 

@@ -467,7 +467,7 @@ async def test_those_who_watch_a_worker_take_no_place_of_a_router(
         watches = [WorkerStub(channel).Watch(WatchRequest(interval_s=1)) for _ in range(2)]
         for watch in watches:
             await watch.read()
-        with pytest.raises(grpc.aio.AioRpcError, match="2 endless calls are under way"):
+        with pytest.raises(grpc.aio.AioRpcError, match="2 endless calls are open"):
             await WorkerStub(channel).Watch(WatchRequest(interval_s=1)).read()
         calls = [Call(DECODE_CALL, channel) for _ in range(2)]
         await eventually(lambda: worker.num_calls == 2, "the calls of routers")
