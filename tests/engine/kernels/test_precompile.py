@@ -196,6 +196,12 @@ def test_attempts_neither_wait_nor_compile_what_they_should_not(
     assert list(tmp_path.rglob("*.nbi"))
     assert load(Attempt.LOAD).cache_hits == 1  # type: ignore[attr-defined]
 
+    def is_locked(*arguments: object, **options: object) -> object:
+        raise AssertionError("a process that compiles into another cache may hold the lock")
+
+    monkeypatch.setattr(compiled, "alone", is_locked)
+    assert load(Attempt.WAIT).cache_hits == 1  # type: ignore[attr-defined]
+
 
 def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(
     monkeypatch: pytest.MonkeyPatch,

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
@@ -245,6 +245,11 @@ def compile_kernel(
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     attempt = _attempt.get()
     if_missing = {"pipeline_class": _refuse} if attempt is Attempt.LOAD else {}
+    if attempt is Attempt.WAIT:
+        # A cached kernel is loaded without the lock: a process with another cache folder may hold
+        # it for as long as it compiles.
+        with suppress(Exception):
+            return cfunc(**options, pipeline_class=_refuse, cache=True)(work)
     try:
         with alone(
             LOCK_FILE, subject, patience_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0
