@@ -46,7 +46,7 @@ are absent, the variables of launchers are used (RANK, WORLD_SIZE, MASTER_ADDR, 
 
 """
 _COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. With
-`--check-settings` the first three only check the settings and exit. Every command has `--help`.
+`--check-settings` they only check the settings and exit. Every command has `--help`.
 
 """
 # Commands implemented by programs of other packages, except those of the roles.
