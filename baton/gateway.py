@@ -13,7 +13,6 @@ import importlib.util
 import os
 import secrets
 import socket
-import sys
 import uuid
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from pydantic import Field
 from runtime.config import Address, AddressField, Config, PeerField, load, parse_address
 from runtime.config_flags import Flags, flags_of
 from runtime.errors import BatonError, ConfigError, UnavailableError
-from runtime.observe.log import LEVELS, LogStyle, styled_line
+from runtime.observe.log import LEVELS, LogStyle, configure, report_end
 from runtime.process.announce import Announcement, write_announcement
 from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
@@ -308,20 +307,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @flags_of(GatewayConfig, section="gateway")
 def gateway(flags: Flags, file: Path | None, checks_only: bool) -> None:  # noqa: FBT001
     """Run a gateway until it is stopped."""
+    style = flags["log_style"]
+    if style is LogStyle.JSON:  # before the settings are read, so that their errors are JSON, too
+        configure(level="info", style=LogStyle.JSON, role="gateway")
     try:
         settings = load(GatewayConfig, section="gateway", flags=flags, file=file)
+        configure(level=settings.log_level, style=settings.log_style, role="gateway")
         if checks_only:
             settings.check()
         else:
             serve(settings)
     except BatonError as error:
-        text = f"gateway: {error}"
-        line = (
-            styled_line(LogStyle.JSON, text, role="gateway", level="error")
-            if flags["log_style"] is LogStyle.JSON
-            else text
-        )
-        print(line, file=sys.stderr)
+        report_end(f"gateway: {error}")
         raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from None
 
 

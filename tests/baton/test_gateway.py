@@ -3,6 +3,9 @@ tests/cluster/test_openai.py."""
 
 import asyncio
 import importlib.util
+import json
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from runtime.errors import ConfigError, UnavailableError
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 from runtime.security.tokens import OwnToken
 
+ROOT = Path(__file__).resolve().parents[2]
 HERE = Address("127.0.0.1", 8000)
 
 
@@ -100,6 +104,42 @@ def test_a_gateway_without_a_router_is_one_line() -> None:
     assert (done.exit_code, done.stderr) == (
         2,
         "gateway: --router must be given, or set in the table [gateway] of --config\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "table", "reason"),
+    [
+        (
+            ("--log-style", "json"),
+            "",
+            "--router must be given, or set in the table [gateway] of --config",
+        ),
+        (
+            ("--router", "r:7000"),
+            'log_style = "json"\ntls_cert = "/none"',
+            "tls_cert: no such file: /none",
+        ),
+    ],
+    ids=["flag", "table"],
+)
+def test_the_reason_of_its_end_is_written_in_the_style_of_its_logs(
+    tmp_path: Path, flags: tuple[str, ...], table: str, reason: str
+) -> None:
+    (tmp_path / "baton.toml").write_text(f"[gateway]\n{table}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.gateway", "--config", tmp_path / "baton.toml", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (done.returncode, line["level"], line["role"], line["message"]) == (
+        2,
+        "error",
+        "gateway",
+        f"gateway: {reason}",
     )
 
 
