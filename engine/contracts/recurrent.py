@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch
+from runtime.errors import InternalError
 
 
 class PlansStates(Protocol):
@@ -65,3 +66,24 @@ class RecurrentBackend(Protocol):
 
 class PlanningRecurrent(RecurrentBackend, PlansStates, Protocol):
     """A recurrent backend that plans before a forward."""
+
+
+class NoStates:
+    """A `RecurrentBackend` without pools, for models without recurrent layers."""
+
+    def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
+        """Raise InternalError: the layer has no conv state."""
+        raise InternalError(f"layer {layer_id} has no conv slots: its model has no states")
+
+    def gated_delta_rule(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Raise InternalError: the layer has no recurrent state."""
+        raise InternalError(f"layer {layer_id} has no state slots: its model has no states")

@@ -68,6 +68,11 @@ ENGINE_ROOMS = (
     "pipeline",
     "assembly",
 )
+# The modules of speculation that know whether they run on the host or on a GPU.
+DEVICE_SPECULATION = {
+    "engine.speculative.attention.multistep_device",
+    "engine.speculative.attention.multistep_paged",
+}
 TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
 
 
@@ -114,6 +119,19 @@ def test_the_rooms_of_the_engine_stand_on_each_other() -> None:
     assert sorted(rooms) == sorted(packages)
     for place, room in enumerate(rooms):
         assert packages[room] <= set(rooms[:place]), room
+
+
+def test_speculation_imports_no_device_but_in_the_modules_for_one() -> None:
+    """`engine/assembly` chooses the attention of a draft, and passes it by protocol."""
+    graph = import_graph("engine")
+    devices = {
+        name for name in graph if name.startswith(("engine.backends.cpu.", "engine.backends.cuda."))
+    }
+    speculation = {name for name in graph if name.startswith("engine.speculative.")}
+    assert devices
+    assert {
+        name for name in speculation if devices & reachable(graph, {name})
+    } == DEVICE_SPECULATION  # fmt: skip
 
 
 def test_imports_are_absolute() -> None:

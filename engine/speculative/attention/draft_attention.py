@@ -5,16 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.contracts.attention import AttentionBackend
 from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.model import ForwardContext
+from engine.contracts.recurrent import NoStates
 from engine.core.batch import BatchPlanner, ForwardBatch
-from engine.core.numerics import Numerics
 from engine.graphs.runner import GraphAttention
-from engine.speculative.attention.multistep_device import DeviceRounds
-from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
-from engine.speculative.attention.multistep_paged import PagedRounds
 
 
 class RoundPlanner(BatchPlanner, Protocol):
@@ -27,6 +23,34 @@ class RoundPlanner(BatchPlanner, Protocol):
 
 class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
     """Attention within a round over keys and values."""
+
+
+class LatentRoundAttention(LatentAttentionBackend, RoundPlanner, Protocol):
+    """Attention within a round over latents."""
+
+
+class GraphRoundAttention(RoundAttention, GraphAttention, Protocol):
+    """Attention within a round that supports capture."""
+
+    def restart(self, batch: ForwardBatch) -> None:
+        """Drop the paths of the batch's round, so that its steps run again from the first."""
+        ...
+
+
+class RecordableRoundAttention(RoundAttention, Protocol):
+    """Attention within a round that supports recordings on the host."""
+
+    def has_room(self, num_tokens: int, num_steps: int) -> bool:
+        """Return whether a round fits: tokens per step, and steps after the first level."""
+        ...
+
+    def reads_of(self, batch: ForwardBatch) -> object:
+        """Return the inputs of the round that begins with this planned batch, as a dataclass.
+
+        Raises:
+            StalePlanError: another attention planned the batch.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,8 +68,8 @@ class DraftAttention:
     in_round: ForwardContext
     page_size: int
     capturable: GraphAttention | None = None
-    capturable_round: DeviceRounds | None = None
-    recordable_round: PagedRounds | None = None
+    capturable_round: GraphRoundAttention | None = None
+    recordable_round: RecordableRoundAttention | None = None
 
     @classmethod
     def over_kv(
@@ -53,25 +77,20 @@ class DraftAttention:
     ) -> "DraftAttention":
         return cls(
             paged,
-            ForwardContext(paged, no_states()),
+            ForwardContext(paged, NoStates()),
             multi_step,
-            ForwardContext(multi_step, no_states()),
+            ForwardContext(multi_step, NoStates()),
             page_size,
         )
 
     @classmethod
     def over_latents(
-        cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention, page_size: int
+        cls, paged: LatentAttentionBackend, multi_step: LatentRoundAttention, page_size: int
     ) -> "DraftAttention":
         return cls(
             paged,
-            ForwardContext(None, no_states(), latent_attention=paged),
+            ForwardContext(None, NoStates(), latent_attention=paged),
             multi_step,
-            ForwardContext(None, no_states(), latent_attention=multi_step),
+            ForwardContext(None, NoStates(), latent_attention=multi_step),
             page_size,
         )
-
-
-def no_states() -> CpuRecurrent:
-    """Return a recurrent backend without pools: no draft has a recurrent layer."""
-    return CpuRecurrent(conv_pools={}, state_pools={}, numerics=Numerics.EXACT)

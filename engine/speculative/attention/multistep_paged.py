@@ -105,6 +105,14 @@ class PagedRounds:
         )
         self.num_plans += 1
 
+    def reads_of(self, batch: ForwardBatch) -> RoundReads:
+        """Return the inputs of the round that begins with this planned batch.
+
+        Raises:
+            StalePlanError: another attention planned the batch.
+        """
+        return self._checked_plan(batch).reads
+
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Add k, v to the branches' paths and attend.
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.contracts.attention import AttentionGeometry, CachedAttention
 from engine.contracts.model import ForwardContext, StageOutput
+from engine.contracts.recurrent import NoStates
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.draft_trees import NO_TREE, TokenTree
-from engine.speculative.attention.draft_attention import no_states
 from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.trees.draft_batches import FollowedRow, followed_rows
 from engine.speculative.trees.proposal import Candidates
@@ -64,7 +64,7 @@ class FrozenDrafter:
     def __init__(self, *, model: FrozenModel, attention: CachedAttention, steps: int) -> None:
         self._model = model
         self._attention = attention
-        self._context = ForwardContext(None, no_states(), cached_attention=attention)
+        self._context = ForwardContext(None, NoStates(), cached_attention=attention)
         self._steps = steps
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 

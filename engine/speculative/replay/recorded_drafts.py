@@ -21,8 +21,7 @@ from engine.core.batch import BatchPlanner, ForwardBatch
 from engine.core.rows import longs
 from engine.graphs.host_steps import EAGER_FIRST, OtherShapeError, refill, watch_lengths, with_room
 from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
-from engine.speculative.attention.draft_attention import DraftAttention
-from engine.speculative.attention.multistep_paged import PagedRoundPlan, PagedRounds
+from engine.speculative.attention.draft_attention import DraftAttention, RecordableRoundAttention
 from engine.speculative.contracts.draft_model import DraftModel
 from engine.speculative.trees.draft_batches import FollowedRow, extend_batch, round_batch
 from engine.speculative.trees.draft_handoff import DraftEnd
@@ -80,7 +79,7 @@ class DraftStep:
         batch = self.round or (self.before.extend if isinstance(self.before, Followed) else None)
         return 0 if batch is None else batch.page_tables.shape[1]
 
-    def inputs(self) -> list[object]:
+    def inputs(self, rounds: RecordableRoundAttention) -> list[object]:
         """Return the inputs that differ from step to step."""
         before = self.before
         ends: list[object] = (
@@ -90,9 +89,7 @@ class DraftStep:
         )
         if self.round is None:
             return ends
-        plan = self.round.forward_metadata_plan
-        assert isinstance(plan, PagedRoundPlan)
-        return [self.positions, self.round.positions, plan.reads, *ends]
+        return [self.positions, self.round.positions, rounds.reads_of(self.round), *ends]
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class RecordedDrafts:
         *,
         model: DraftModel,
         attention: DraftAttention,
-        rounds: PagedRounds,
+        rounds: RecordableRoundAttention,
         topk: int,
         steps: int,
         max_nodes: int,
@@ -205,8 +202,9 @@ class RecordedDrafts:
         recorded = self._recorded.get(shape)
         if recorded is not None and recorded.step.num_pages >= step.num_pages:
             try:
-                for kept, new in zip(recorded.step.inputs(), step.inputs(), strict=True):
-                    refill(kept, new)
+                kept = recorded.step.inputs(self._rounds)
+                for old, new in zip(kept, step.inputs(self._rounds), strict=True):
+                    refill(old, new)
             except OtherShapeError as error:
                 logger.warning("a draft's step runs eagerly: %s", error)
                 return self._grown(step)

@@ -17,7 +17,7 @@ from engine.graphs.capture import Capture
 from engine.graphs.runner import CapturedForward
 from engine.memory.layout import NULL_INDEX
 from engine.memory.static import StaticInts
-from engine.speculative.attention.multistep_device import DeviceRounds
+from engine.speculative.attention.draft_attention import GraphRoundAttention
 from engine.speculative.trees.draft_handoff import DraftEnd
 from engine.speculative.trees.proposal import Candidates, Proposal
 from engine.speculative.trees.tree_expander import TreeExpander
@@ -32,7 +32,7 @@ class RoundGraphs:
         self,
         *,
         expander: TreeExpander,
-        rounds: DeviceRounds,
+        rounds: GraphRoundAttention,
         max_rows: int,
         topk: int,
         steps: int,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.gated_delta import chunked
+from engine.contracts.recurrent import NoStates, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics
 from runtime.errors import InternalError
@@ -239,8 +240,8 @@ def test_what_recurrent_layers_cannot_do_is_refused(
         feed(recurrent, mode, (Tokens(2, seed=1, slot=1), count))
 
 
-def test_a_layer_of_another_stage_is_refused() -> None:
-    recurrent, _, _ = backend()
+@pytest.mark.parametrize("recurrent", [backend()[0], NoStates()], ids=["cpu", "no-states"])
+def test_a_layer_of_another_stage_is_refused(recurrent: RecurrentBackend) -> None:
     batch = make_batch(ForwardMode.DECODE, [Row(1)])
     with pytest.raises(InternalError, match="layer 9 has no conv"):
         recurrent.causal_conv(9, torch.zeros(1, CHANNELS), WEIGHT, batch)
