@@ -1,15 +1,18 @@
 """Configuration of a local cluster, checked before any process starts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ConfigDict, Field, SkipValidation
 
 from baton.client import DEFAULT_TARGET
 from baton.fork_server import HERE, ForkServer, ProcessPlaces
 from baton.gateway import check_can_serve
 from baton.preflight import PoolShape, check_partition
-from runtime.config import parse_address
+from runtime.config import Config, parse_address
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
 from runtime.observe.log import LogStyle
@@ -18,8 +21,76 @@ from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 _MAX_PROCESSES = 64
 
 
-@dataclass(frozen=True)
-class ClusterConfig:
+def demo_model() -> Path:
+    """Return the checkpoint that is included in Baton."""
+    return Path(str(resources.files("demo") / "model"))
+
+
+class ClusterSettings(Config):
+    """Settings of a local cluster that are flags of `baton up`, too."""
+
+    model: Path = Field(
+        default_factory=demo_model, description="Model directory; default: the demo model."
+    )
+    prefill: int = Field(default=1, description="Number of prefill pools.")
+    decode: int = Field(default=1, description="Number of decode pools.")
+    prefill_pp: int = Field(
+        default=1, description="Pipeline stages (processes) of each prefill pool."
+    )
+    decode_pp: int = Field(
+        default=1, description="Pipeline stages (processes) of each decode pool."
+    )
+    prefill_tp: int = Field(
+        default=1, description="Tensor-parallel ranks (processes) of each prefill stage."
+    )
+    decode_tp: int = Field(
+        default=1, description="Tensor-parallel ranks (processes) of each decode stage."
+    )
+    prefill_dp_attention: int = Field(
+        default=1, description="Data-parallel attention groups of each prefill stage."
+    )
+    decode_dp_attention: int = Field(
+        default=1, description="Data-parallel attention groups of each decode stage."
+    )
+    prefill_partition: str = Field(
+        default="", description='Layers per prefill stage, such as "3,5", or balanced.'
+    )
+    decode_partition: str = Field(
+        default="", description='Layers per decode stage, such as "3,5", or balanced.'
+    )
+    routers: int = Field(
+        default=1, description="Number of routers; all but the first take free ports."
+    )
+    # default: the file's, else DEFAULT_TARGET
+    listen: Annotated[str | None, typer.Option(show_default=DEFAULT_TARGET)] = Field(
+        default=None, description="HOST:PORT of the router; port 0 takes a free one."
+    )
+    memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="Cache memory of each worker in MiB; default: a share of the free memory.",
+    )
+    max_context: int | None = Field(
+        default=None,
+        ge=16,
+        description="Maximum tokens of prompt and output together; default: the model's limit, or "
+        "as many as fit into memory.",
+    )
+    http: str = Field(default="", description="HOST:PORT for OpenAI's HTTP API; needs baton[http].")
+    config_file: Annotated[Path | None, typer.Option("--config")] = Field(
+        default=None, description="TOML file with the tables router, prefill and decode."
+    )
+    log_level: str = Field(
+        default="info", description="Minimum log level: debug, info, warning or error."
+    )
+    # default: of each role's table in the file, and text for the cluster's own lines
+    log_style: Annotated[LogStyle | None, typer.Option(show_default=LogStyle.HUMAN.value)] = Field(
+        default=None,
+        description="Log format: text, or JSON with every line of every process.",
+    )
+
+
+class ClusterConfig(ClusterSettings):
     """Configuration of a local cluster.
 
     `worker_flags` go to every prefill and decode process, `router_flags` to the routers. The first
@@ -34,41 +105,22 @@ class ClusterConfig:
     With `forks_workers`, prefill and decode processes are forks of a process that has loaded torch:
     of `fork_server`, which outlives the cluster, or of one that belongs to the cluster. Forks start
     faster, also after a failure.
+
+    The cluster's own processes are shown `security` when their health is queried.
     """
 
-    model: Path
-    prefill: int = 1
-    decode: int = 1
-    prefill_pp: int = 1
-    decode_pp: int = 1
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    prefill_dp_attention: int = 1
-    decode_dp_attention: int = 1
-    prefill_partition: str = ""
-    decode_partition: str = ""
-    routers: int = 1
-    listen: str | None = None  # None: of the file, else DEFAULT_TARGET
-    memory_mb: int | None = None  # cache of each worker; None: a share of the free memory
-    max_context: int | None = None
-    http: str = ""
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
-    config_file: Path | None = None
     one_core_each: bool = True
-    cores: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    log_level: str = "info"
-    log_style: LogStyle | None = (
-        None  # None: of each role's table in the file, and text for the cluster's own lines
-    )
+    cores: Mapping[str, Sequence[int]] = Field(default_factory=dict)
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
     forks_workers: bool = True
-    fork_server: ForkServer | None = None
-    places: ProcessPlaces = HERE
-    security: ChannelSecurity = (
-        PLAIN_CHANNEL  # shown to the cluster's own processes to query their health
-    )
+    fork_server: SkipValidation[ForkServer | None] = None
+    places: SkipValidation[ProcessPlaces] = HERE
+    security: SkipValidation[ChannelSecurity] = PLAIN_CHANNEL
 
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
@@ -150,8 +202,3 @@ class ClusterConfig:
                 )
         if self.http:
             check_can_serve(self.http, self.security)
-
-
-def demo_model() -> Path:
-    """Return the checkpoint that is included in Baton."""
-    return Path(str(resources.files("demo") / "model"))

@@ -34,7 +34,7 @@ async def check_settings(config: ClusterConfig) -> None:
         config.memory_mb,
         config.max_context,
     )
-    if not any(own) and config.log_level == ClusterConfig.log_level:
+    if not any(own) and config.log_level == ClusterConfig.model_fields["log_level"].default:
         return
     if config.config_file is not None:  # the gateway starts last, and only with --http
         load(

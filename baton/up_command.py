@@ -7,185 +7,122 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 from rich.console import Console
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.cluster import LocalCluster
-from baton.cluster_config import ClusterConfig, demo_model
+from baton.cluster_config import ClusterConfig, ClusterSettings, demo_model
 from baton.command_line import one_line_errors
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.first_question import FirstQuestion
+from baton.fork_server import ForkServer
 from baton.process import LogSink
 from baton.render import StartPrinter, json_printer, log_printer
 from baton.settings_check import check_settings
 from baton.values import ModelInfo
+from runtime.config import load
+from runtime.config_flags import Flags, command_of
 from runtime.errors import BatonError
 from runtime.observe.log import LogStyle, configure, styled_line
 from runtime.process.standard_streams import reporting_full_disk
 from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.security.access import PeerRole
 
+# Settings of `baton up` that the workers check.
+_OF_WORKERS = (
+    "numerics",
+    "weights",
+    "device",
+    "transport",
+    "transport_interface",
+    "draft",
+    "otel_endpoint",
+)
 
-def up(
-    context: typer.Context,
-    model: Annotated[
-        Path | None, typer.Option(help="Model directory; default: the demo model.")
-    ] = None,
-    prefill: Annotated[int, typer.Option(help="Number of prefill pools.")] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode pools.")] = 1,
-    prefill_pp: Annotated[
-        int, typer.Option(help="Pipeline stages (processes) of each prefill pool.")
-    ] = 1,
-    decode_pp: Annotated[
-        int, typer.Option(help="Pipeline stages (processes) of each decode pool.")
-    ] = 1,
-    prefill_tp: Annotated[
-        int, typer.Option(help="Tensor-parallel ranks (processes) of each prefill stage.")
-    ] = 1,
-    decode_tp: Annotated[
-        int, typer.Option(help="Tensor-parallel ranks (processes) of each decode stage.")
-    ] = 1,
-    prefill_dp_attention: Annotated[
-        int, typer.Option(help="Data-parallel attention groups of each prefill stage.")
-    ] = 1,
-    decode_dp_attention: Annotated[
-        int, typer.Option(help="Data-parallel attention groups of each decode stage.")
-    ] = 1,
-    prefill_partition: Annotated[
-        str, typer.Option(help='Layers per prefill stage, such as "3,5", or balanced.')
-    ] = "",
-    decode_partition: Annotated[
-        str, typer.Option(help='Layers per decode stage, such as "3,5", or balanced.')
-    ] = "",
-    routers: Annotated[
-        int,
-        typer.Option(help="Number of routers; all but the first take free ports."),
-    ] = 1,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            help="HOST:PORT of the router; port 0 takes a free one.", show_default=DEFAULT_TARGET
-        ),
-    ] = None,
-    memory_mb: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Cache memory of each worker in MiB; default: a share of the free memory."
-        ),
-    ] = None,
-    max_context: Annotated[
-        int | None,
-        typer.Option(
-            min=16,
-            help="Maximum tokens of prompt and output together; default: the model's limit, or as "
-            "many as fit into memory.",
-        ),
-    ] = None,
-    http: Annotated[
-        str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")
-    ] = "",
-    numerics: Annotated[
-        str | None, typer.Option(help="exact (same bits from every topology) or fast.")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Weight type: model (the checkpoint's own) or int8 (eight bits a weight)."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Device of the workers: cpu, cuda or cuda:N.")
-    ] = None,
-    transport: Annotated[
-        str | None, typer.Option(help="Transport of the KV cache: auto, shm, tcp or cuda.")
-    ] = None,
-    transport_interface: Annotated[
-        str | None,
-        typer.Option(help="Network devices that UCX listens on.", show_default="loopback"),
-    ] = None,
-    draft: Annotated[
-        Path | None, typer.Option(help="Draft model; enables speculative decoding in decode pools.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with the tables router, prefill and decode.")
-    ] = None,
-    otel_endpoint: Annotated[
-        str | None, typer.Option(help="URL of an OTLP collector that receives traces.")
-    ] = None,
-    preload: Annotated[
-        bool,
-        typer.Option(help="Load PyTorch once and fork the workers from that process (CPU only)."),
-    ] = True,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_style: Annotated[
-        LogStyle | None,
-        typer.Option(
-            help="Log format: text, or JSON with every line of every process.", show_default="human"
-        ),
-    ] = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = "",
-    token_file: TokenFile = None,
-) -> None:
+
+class UpConfig(ClusterSettings):
+    """Settings of `baton up`: its flags."""
+
+    numerics: str | None = Field(
+        default=None,
+        description="Numerics: exact (same bits from every topology) or fast.",
+    )
+    weights: str | None = Field(
+        default=None,
+        description="Weight type: model (the checkpoint's own) or int8 (eight bits a weight).",
+    )
+    device: str | None = Field(
+        default=None, description="Device of the workers: cpu, cuda or cuda:N."
+    )
+    transport: str | None = Field(
+        default=None, description="Transport of the KV cache: auto, shm, tcp or cuda."
+    )
+    transport_interface: Annotated[str | None, typer.Option(show_default="loopback")] = Field(
+        default=None, description="Network devices that UCX listens on."
+    )
+    draft: Path | None = Field(
+        default=None, description="Draft model; enables speculative decoding in decode pools."
+    )
+    otel_endpoint: str | None = Field(
+        default=None, description="URL of an OTLP collector that receives traces."
+    )
+    preload: bool = Field(
+        default=True,
+        description="Load PyTorch once and fork the workers from that process (CPU only).",
+    )
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    tls_name: TlsName = ""
+    token_file: TokenFile = None
+
+    def cluster(self, fork_server: ForkServer | None) -> ClusterConfig:
+        """Return the configuration of the cluster.
+
+        Raises:
+            ConfigError: a flag about TLS or tokens is missing, or its file cannot be used.
+        """
+        runs_on_cpu = self.device in (None, "cpu")
+        return ClusterConfig(
+            **{name: getattr(self, name) for name in ClusterSettings.model_fields},
+            worker_flags=self._flags(*_OF_WORKERS),
+            router_flags=self._flags("otel_endpoint"),
+            one_core_each=runs_on_cpu,
+            forks_workers=self.preload and runs_on_cpu,
+            fork_server=fork_server,
+            security=connection(
+                self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file
+            ),
+        )
+
+    def _flags(self, *names: str) -> tuple[str, ...]:
+        """Return the flags for the settings that were given."""
+        given = {name: getattr(self, name) for name in names}
+        return tuple(
+            word
+            for name, value in given.items()
+            if value is not None
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        )
+
+
+@command_of(UpConfig)
+def up(context: typer.Context, flags: Flags) -> None:
     """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies
     is restarted."""
-    configure(level="warning", style=log_style or LogStyle.HUMAN, role="baton")
+    style = flags["log_style"]
+    is_json = style is LogStyle.JSON
+    configure(level="warning", style=LogStyle.JSON if is_json else LogStyle.HUMAN, role="baton")
     with one_line_errors():
-        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-    worker_flags = [
-        *_flag("--numerics", numerics),
-        *_flag("--weights", weights),
-        *_flag("--device", device),
-        *_flag("--transport", transport),
-        *_flag("--transport-interface", transport_interface),
-        *_flag("--draft", None if draft is None else str(draft)),
-        *_flag("--otel-endpoint", otel_endpoint),
-    ]
-    settings = ClusterConfig(
-        model=model or demo_model(),
-        prefill=prefill,
-        decode=decode,
-        prefill_pp=prefill_pp,
-        decode_pp=decode_pp,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
-        prefill_dp_attention=prefill_dp_attention,
-        decode_dp_attention=decode_dp_attention,
-        prefill_partition=prefill_partition,
-        decode_partition=decode_partition,
-        routers=routers,
-        listen=listen,
-        memory_mb=memory_mb,
-        max_context=max_context,
-        http=http,
-        worker_flags=tuple(worker_flags),
-        router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
-        config_file=config,
-        one_core_each=device in (None, "cpu"),
-        forks_workers=preload and device in (None, "cpu"),
-        fork_server=context.obj,
-        log_level=log_level,
-        log_style=log_style,
-        security=security,
-    )
-
-    sink = (
-        json_printer(sys.stdout)
-        if log_style is LogStyle.JSON
-        else log_printer(Console(highlight=False))
-    )
+        config = load(UpConfig, section="up", flags=flags).cluster(context.obj)
+    sink = json_printer(sys.stdout) if is_json else log_printer(Console(highlight=False))
 
     async def run(stop: StopSignal) -> None:
         with reporting_full_disk():
-            await interruptible(stop, _serve(settings, sink))
+            await interruptible(stop, _serve(config, sink))
 
     raise typer.Exit(run_process("baton up", run))
-
-
-def _flag(name: str, value: str | None) -> list[str]:
-    return [] if value is None else [name, value]
 
 
 async def _serve(settings: ClusterConfig, sink: LogSink) -> None:

@@ -7,8 +7,14 @@ help text, so that a setting is declared once:
     app.command(help="Run a router.")(flags_of(RouterConfig, section="router")(run))
 
     def run(flags: Flags, file: Path | None, checks_only: bool) -> None: ...
+
+A field may carry a `typer.Option` with what a field cannot express, such as another name of the
+flag or an environment variable:
+
+    config_file: Annotated[Path | None, typer.Option("--config")] = Field(...)
 """
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -17,15 +23,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
+from typer.models import OptionInfo
 
 from runtime.config import Config
 
 Flags = Mapping[str, object]
 """Values by setting, None for flags that were not given."""
 RunRole = Callable[[Flags, Path | None, bool], None]
+RunCommand = Callable[[typer.Context, Flags], None]
 
 _FILE = "config"
+_CONTEXT = "context"
 _CHECK = "check_settings"
 
 
@@ -37,9 +47,12 @@ def flags_of(config: type[Config], *, section: str) -> Callable[[RunRole], Calla
     own = config.__annotations__  # before inherited ones, which are about TLS and probes
     fields = sorted(config.model_fields.items(), key=lambda item: item[0] not in own)
     parameters = [_parameter(name, field) for name, field in fields]
+    file_help = f"TOML file with a [{section}] table; flags override it."
     parameters += [
-        _option(_FILE, Path, f"TOML file with a [{section}] table; flags override it."),
-        _option(_CHECK, bool, "Check the settings and exit.", "--check-settings"),
+        _optional(_FILE, Path, typer.Option(help=file_help)),
+        _optional(
+            _CHECK, bool, typer.Option("--check-settings", help="Check the settings and exit.")
+        ),
     ]
 
     def decorate(run: RunRole) -> Callable[..., None]:
@@ -48,43 +61,86 @@ def flags_of(config: type[Config], *, section: str) -> Callable[[RunRole], Calla
             checks_only = bool(given.pop(_CHECK))
             run({name: _given(value) for name, value in given.items()}, file, checks_only)
 
-        # typer reads a command's parameters from its signature
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
-        return command
+        return _with_parameters(command, parameters)
 
     return decorate
 
 
+def command_of(config: type[Config]) -> Callable[[RunCommand], Callable[..., None]]:
+    """Return a decorator that turns `run(context, flags)` into the function of a typer command.
+
+    The command has a flag for each setting of `config`, and reads no file. So flags that were not
+    given have the settings' defaults, and typer checks the limits. Name and help are those of
+    `run`.
+    """
+    fields = config.model_fields.items()
+    context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *(_final_parameter(name, field) for name, field in fields)]
+
+    def decorate(run: RunCommand) -> Callable[..., None]:
+        def command(**given: Any) -> None:  # noqa: ANN401 - typer converts the values
+            run(given.pop(_CONTEXT), given)
+
+        command.__name__ = run.__name__
+        command.__doc__ = run.__doc__
+        return _with_parameters(command, parameters)
+
+    return decorate
+
+
+def _with_parameters(
+    command: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Give `command` the signature that typer reads a command's parameters from."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    text = field.description or ""
-    text = text[:1].upper() + text[1:]
-    kind = _kind(field.annotation)
-    metavar = "|".join(_choices(field.annotation)) or (
-        "<str>" if get_origin(kind) is list else None
-    )
-    return _option(
-        name,
-        kind,
-        text if text.endswith(".") else f"{text}.",
-        metavar=metavar,
-        show_default=_shown(field),
-    )
+    """Return the parameter of a setting that a file may set: None if the flag was not given."""
+    option = _option_of(field)
+    if option.show_default is True:
+        option.show_default = _shown(field)
+    return _optional(name, _kind(field.annotation), option)
 
 
-def _option(
-    name: str,
-    kind: object,
-    text: str,
-    *spellings: str,
-    metavar: str | None = None,
-    show_default: str | bool = False,
+def _final_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return the parameter of a setting that only its flag sets."""
+    option = _option_of(field)
+    for limit in field.metadata:
+        match limit:
+            case Ge(ge=int() | float() as least):
+                option.min = least
+            case Le(le=int() | float() as most):
+                option.max = most
+    default = None if field.default_factory is not None else field.get_default()
+    return _optional(name, _kind(field.annotation), option, default=default)
+
+
+def _option_of(field: FieldInfo) -> OptionInfo:
+    """Return the option that the field carries, completed from the field."""
+    given = [each for each in field.metadata if isinstance(each, OptionInfo)]
+    option: OptionInfo = copy.copy(given[0]) if given else typer.Option()
+    if not option.help:
+        text = field.description or ""
+        text = text[:1].upper() + text[1:]
+        option.help = text if text.endswith(".") else f"{text}."
+    option.metavar = (
+        option.metavar
+        or "|".join(_choices(field.annotation))
+        or ("<str>" if get_origin(_kind(field.annotation)) is list else None)
+    )
+    return option
+
+
+def _optional(
+    name: str, kind: object, option: OptionInfo, *, default: object = None
 ) -> inspect.Parameter:
-    option = typer.Option(*spellings, help=text, metavar=metavar, show_default=show_default)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=None,
+        default=default,
         annotation=Annotated[Union[kind, None], option],  # noqa: UP007 - `kind` is a value
     )
 

@@ -38,7 +38,6 @@ LONG_FILES: Mapping[str, int] = {
 LONG_FUNCTIONS: Mapping[str, int] = {
     "baton/cli.py:generate": 106,
     "baton/cli.py:load": 121,
-    "baton/up_command.py:up": 156,
     "engine/kernels/device/delta_chunks.py:chunk_prepare_kernel": 73,
     "engine/kernels/device/delta_chunks.py:delta_chunks": 109,
     "engine/kernels/device/latent.py:listed_attention_kernel": 64,

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +36,21 @@ def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model(folder: Path, name: str = "good") -> Path:
-    (folder / name).mkdir()
+    (folder / name).mkdir(exist_ok=True)
     (folder / name / "config.json").write_text("{}")
     (folder / name / "model.safetensors").touch()
     return folder / name
 
 
-def config(folder: Path, name: str = "good") -> ClusterConfig:
-    return ClusterConfig(
-        model=model(folder, name),
-        listen="127.0.0.1:0",
-        decode_pp=2,
-        ready_timeout_s=120,
-        forks_workers=False,
-    )
+def config(folder: Path, name: str = "good", **given: Any) -> ClusterConfig:  # noqa: ANN401
+    settings: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "decode_pp": 2,
+        "ready_timeout_s": 120,
+        "forks_workers": False,
+        **given,
+    }
+    return ClusterConfig(model=model(folder, name), **settings)
 
 
 class Log:
@@ -153,9 +153,7 @@ class Elsewhere:
 async def test_routers_share_the_workers_and_processes_have_their_places(
     tmp_path: Path, log: Log
 ) -> None:
-    async with LocalCluster(
-        replace(config(tmp_path), routers=2, places=Elsewhere()), sink=log
-    ) as running:
+    async with LocalCluster(config(tmp_path, routers=2, places=Elsewhere()), sink=log) as running:
         assert set(running.processes) == {
             "prefill-0",
             "decode-0.0",
@@ -186,13 +184,13 @@ async def test_routers_share_the_workers_and_processes_have_their_places(
 
 async def test_a_gateway_needs_a_model_with_a_tokenizer(tmp_path: Path, log: Log) -> None:
     with pytest.raises(ConfigError, match="--http needs a tokenizer"):
-        async with LocalCluster(replace(config(tmp_path), http="127.0.0.1:0"), sink=log):
+        async with LocalCluster(config(tmp_path, http="127.0.0.1:0"), sink=log):
             pass
 
 
 async def test_processes_may_have_all_cores(tmp_path: Path, log: Log) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    async with LocalCluster(replace(config(tmp_path), one_core_each=False), sink=log) as running:
+    async with LocalCluster(config(tmp_path, one_core_each=False), sink=log) as running:
         await eventually(
             lambda: all(
                 any(line.startswith(f"{name}: ") for line in log.lines)
@@ -374,7 +372,7 @@ async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(
         EchoGeneration(), security=ServerSecurity(tokens=TokenList(token_file))
     )
     cluster = LocalCluster(
-        replace(config(tmp_path), security=client_security(token_file=token_file)), sink=log
+        config(tmp_path, security=client_security(token_file=token_file)), sink=log
     )
     processes: dict[str, Any] = {
         role: Restarted(role, role, address) for role in ("router", "decode")
@@ -395,16 +393,22 @@ def test_bad_counts_are_refused_before_anything_starts(
     tmp_path: Path, log: Log, settings: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError, match="1 to 64") as caught:
-        LocalCluster(replace(config(tmp_path), **settings), sink=log)
+        LocalCluster(config(tmp_path, **settings), sink=log)
     assert caught.value.field == field
 
 
 def test_the_limit_is_on_all_processes_together(tmp_path: Path) -> None:
     """Two routers, 14 prefill processes, and 3 pools of 2 stages of 8 ranks."""
-    fits = replace(config(tmp_path), routers=2, prefill=14, decode=3, decode_pp=2, decode_tp=8)
-    fits.check()
+    fits: dict[str, Any] = {
+        "routers": 2,
+        "prefill": 14,
+        "decode": 3,
+        "decode_pp": 2,
+        "decode_tp": 8,
+    }
+    config(tmp_path, **fits).check()
     with pytest.raises(ConfigError, match=r"^65 processes requested.* the limit is 64"):
-        replace(fits, prefill=15).check()
+        config(tmp_path, **{**fits, "prefill": 15}).check()
 
 
 def up(folder: Path, *flags: str, name: str = "good") -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster_config import ClusterConfig, demo_model
+from baton.cluster_config import ClusterConfig
 from baton.settings_check import check_settings
 from runtime.errors import ConfigError
 from runtime.process.supervision import EXIT_CONFIG
@@ -30,7 +30,7 @@ from runtime.process.supervision import EXIT_CONFIG
 )
 async def test_a_flag_that_workers_refuse(flags: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        await check_settings(ClusterConfig(demo_model(), worker_flags=flags))
+        await check_settings(ClusterConfig(worker_flags=flags))
     assert str(refused.value).startswith(says)
 
 
@@ -55,7 +55,7 @@ async def test_a_table_that_its_role_refuses(tmp_path: Path, table: str, says: s
     file = tmp_path / "baton.toml"
     file.write_text(table)
     with pytest.raises(ConfigError) as refused:
-        await check_settings(ClusterConfig(demo_model(), config_file=file))
+        await check_settings(ClusterConfig(config_file=file))
     assert str(refused.value).startswith(says)
 
 
@@ -66,7 +66,6 @@ async def test_settings_that_fit(tmp_path: Path) -> None:
     )
     await check_settings(
         ClusterConfig(
-            demo_model(),
             decode_pp=2,
             decode_partition="balanced",
             config_file=file,
