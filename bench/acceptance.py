@@ -83,12 +83,15 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument(
-        "--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft"
+        "--draft",
+        type=Path,
+        default=demo_model().parent / "draft",
+        help="draft model directory; default: the demo draft",
     )
     parser.add_argument(
-        "--decode-pp", type=int, default=2, help="stages of the decode pool, default 2"
+        "--decode-pp", type=int, default=2, help="pipeline stages of the decode pool; default 2"
     )
-    parser.add_argument("--prompts", type=int, default=50, help="default 50")
+    parser.add_argument("--prompts", type=int, default=50, help="number of prompts; default 50")
     return run_benchmark("acceptance", parser, measure)
 
 

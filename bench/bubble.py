@@ -98,17 +98,20 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--partition", default="", help="layers of both stages, as 5,3, or balanced; default: even"
+        "--partition", default="", help="layers per stage, such as 5,3, or balanced; default: even"
     )
-    parser.add_argument("--streams", type=int, default=8, help="default 8")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent streams; default 8")
     parser.add_argument(
         "--seconds",
         type=float,
         default=2.0,
-        help="between the two looks, within which no stream may end, default 2",
+        help="seconds of measurement, during which no stream may end; default 2",
     )
     parser.add_argument(
-        "--warm-up-tokens", type=int, default=32, help="of each stream before, default 32"
+        "--warm-up-tokens",
+        type=int,
+        default=32,
+        help="tokens of each stream before the measurement; default 32",
     )
     return run_benchmark("bubble", parser, measure)
 

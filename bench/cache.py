@@ -362,7 +362,7 @@ def main() -> int:
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "baton-bench-peers",
-        help="where the weights are written, 1.2 GB (default %(default)s)",
+        help="directory for the weights, 1.2 GB; default %(default)s",
     )
     for name, default in (
         ("prompt-tokens", 1920),
@@ -377,15 +377,20 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name, seconds, text in (
         ("interval", 0.5, "between two warm turns"),
-        ("window", 8.0, "with warm turns, or without"),
+        ("window", 8.0, "of each window, with or without warm turns"),
     ):
         parser.add_argument(
-            f"--{name}", type=float, default=seconds, help=f"seconds {text}, default {seconds:g}"
+            f"--{name}", type=float, default=seconds, help=f"seconds {text}; default {seconds:g}"
         )
     parser.add_argument(
-        "--reused-share", type=float, default=0.9, help="of the prompts of warm turns, default 0.9"
+        "--reused-share",
+        type=float,
+        default=0.9,
+        help="cached share of the prompts of warm turns; default 0.9",
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="default %(default)s")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="parts to run; default %(default)s"
+    )
     return run_benchmark("cache", parser, measure, missed)
 
 

@@ -120,10 +120,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=trace_file)
-    parser.add_argument("--requests", type=int, help="the first so many of the trace; default all")
-    parser.add_argument("--attention-tokens", type=int, default=0, help="default 0")
-    parser.add_argument("--servers", type=int, default=2, help="default 2")
-    parser.add_argument("--load", type=float, default=0.73, help="default 0.73")
+    parser.add_argument(
+        "--requests", type=int, help="number of requests from the start of the trace; default: all"
+    )
+    parser.add_argument(
+        "--attention-tokens",
+        type=int,
+        default=0,
+        help="preceding tokens that add one unit to a token; 0: attention is free; default 0",
+    )
+    parser.add_argument("--servers", type=int, default=2, help="number of workers; default 2")
+    parser.add_argument(
+        "--load", type=float, default=0.73, help="share of the capacity in use; default 0.73"
+    )
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     trace = flags.trace[: flags.requests]

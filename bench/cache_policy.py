@@ -165,13 +165,13 @@ def main() -> int:
         "--capacity",
         type=at_least(1),
         required=True,
-        help="memory of the cache, in tokens of pages",
+        help="cache size in tokens of pages",
     )
     parser.add_argument(
         "--state-tokens",
         type=at_least(0),
         default=3000,
-        help="default 3000; 0: no recurrent states",
+        help="size of a recurrent state in tokens; 0: no states; default 3000",
     )
     parser.add_argument(
         "--block-tokens", type=at_least(1), default=512, help="tokens per hash id; default 512"

@@ -189,12 +189,14 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
-    parser.add_argument("--requests", type=int, default=10_000, help="default 10,000")
     parser.add_argument(
-        "--round", type=int, default=500, help="requests between two idle moments, default 500"
+        "--requests", type=int, default=10_000, help="number of requests; default 10,000"
     )
     parser.add_argument(
-        "--dropped", type=float, default=0.3, help="share of requests given up, default 0.3"
+        "--round", type=int, default=500, help="requests between two idle phases; default 500"
+    )
+    parser.add_argument(
+        "--dropped", type=float, default=0.3, help="share of cancelled requests; default 0.3"
     )
     return run_benchmark("cache_pressure", parser, measure, problems)
 

@@ -133,16 +133,19 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--requests", type=int, default=400, help="the first so many of the trace; default 400"
+        "--requests",
+        type=int,
+        default=400,
+        help="number of requests from the start of the trace; default 400",
     )
+    parser.add_argument("--scale", type=int, default=32, help="divisor of all lengths; default 32")
     parser.add_argument(
-        "--scale", type=int, default=32, help="what lengths are divided by; default 32"
+        "--load", type=float, default=0.73, help="share of the capacity in use; default 0.73"
     )
+    parser.add_argument("--turns", type=int, default=3, help="turns of each policy; default 3")
     parser.add_argument(
-        "--load", type=float, default=0.73, help="share of what the workers serve; default 0.73"
+        "--capacity", type=float, help="capacity in requests per second; default: measured first"
     )
-    parser.add_argument("--turns", type=int, default=3, help="of either policy; default 3")
-    parser.add_argument("--capacity", type=float, help="requests a second; default: measured first")
     return run_benchmark("cache_trace", parser, measure, missed)
 
 

@@ -349,17 +349,17 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("costs.json"), help="default costs.json"
+        "--output", type=Path, default=Path("costs.json"), help="output file; default costs.json"
     )
     parser.add_argument(
-        "--like", type=Path, help="costs of which those are kept that are not measured"
+        "--like", type=Path, help="file of costs to keep for operations that are not measured"
     )
-    parser.add_argument("--workers", type=int, default=2, help="of each role; default 2")
+    parser.add_argument("--workers", type=int, default=2, help="workers of each role; default 2")
     parser.add_argument(
         "--seconds-each",
         type=float,
         default=5.0,
-        help="of each load that costs are from; default 5",
+        help="seconds of each load that costs are measured under; default 5",
     )
     parser.add_argument(
         "--compare",
@@ -370,9 +370,14 @@ def main() -> int:
         help="compare with a simulation at these loads, 1 being what the workers can serve",
     )
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of each load that is compared; default 20"
+        "--seconds", type=float, default=20.0, help="seconds of each load of --compare; default 20"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of those loads; costs are from others")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the loads of --compare; costs are measured with other seeds",
+    )
     return run_benchmark("calibrate", parser, measure)
 
 

@@ -101,7 +101,7 @@ def main() -> int:
     )
     for name, default in (("threads", 2), ("rounds", 8), ("steps", 4), ("context", 512)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     random_tokens = torch.randint(

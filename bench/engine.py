@@ -119,12 +119,15 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--numerics", choices=("exact", "fast"), default="exact", help="default exact"
+        "--numerics",
+        choices=("exact", "fast"),
+        default="exact",
+        help="numerics of Baton; default exact",
     )
     parser.add_argument(
-        "--reference-huge-pages", action="store_true", help="let the reference use huge pages too"
+        "--reference-huge-pages", action="store_true", help="use huge pages in the reference, too"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     max_tokens = flags.context + 2 + (flags.rounds + 1) * (flags.steps + 1)
     arguments = [

@@ -265,7 +265,9 @@ def main() -> None:
     for name in ("threads", "context", "max-tokens", "page-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--row-context", type=int, help="the whole context by default")
+    parser.add_argument(
+        "--row-context", type=int, help="context of each row; default: the whole context"
+    )
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     prompts = torch.randint(

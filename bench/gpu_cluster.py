@@ -176,13 +176,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu; default cuda")
     parser.add_argument(
-        "--model", type=Path, help="directory of a checkpoint; default: 8B-shaped, random"
+        "--device", default="cuda", help="device of the workers: cuda, cuda:N or cpu; default cuda"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=2048, help="default 2048")
-    parser.add_argument("--prompts", type=int, default=8, help="default 8")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--model", type=Path, help="model directory; default: random weights of 8B shape"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=2048, help="tokens per prompt; default 2048"
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="number of prompts; default 8")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     try:
         if flags.device != "cpu" and not torch.cuda.is_available():

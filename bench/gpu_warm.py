@@ -187,9 +187,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, help=f"seconds for each piece; default {LIMIT_S:g}"
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        help=f"time limit of each piece in seconds; default {LIMIT_S:g}",
     )
-    parser.add_argument("--piece", choices=PIECES, help="only this one, in this process")
+    parser.add_argument("--piece", choices=PIECES, help="run only this piece, in this process")
     flags = parser.parse_args()
     try:
         if not torch.cuda.is_available():

@@ -89,13 +89,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--transport", choices=("shm", "tcp"), action="append", help="default: both, in turn"
+        "--transport",
+        choices=("shm", "tcp"),
+        action="append",
+        help="transport to measure; default: both in turn",
     )
     parser.add_argument(
-        "--device", default="cpu", help="where both pools are: cpu (default), cuda or cuda:N"
+        "--device", default="cpu", help="device of both pools: cpu (default), cuda or cuda:N"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    parser.add_argument("--json", action="store_true", help="one JSON object per transport")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds; default 7")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per transport")
     flags = parser.parse_args()
     os.environ.update(HUGE_PAGES)
     usable = sorted(os.sched_getaffinity(0))

@@ -146,8 +146,8 @@ def main() -> int:
     )
     for name, default in (("threads", 2), ("rounds", 7), ("layers", 28)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--side", choices=list(SIDES), help="be this side (internal)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--side", choices=list(SIDES), help="run as this side (internal)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     if flags.side:
         serve(flags.side, threads=flags.threads, layers=flags.layers)

@@ -160,11 +160,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="default 9")
+    parser.add_argument("--rounds", type=int, default=9, help="number of rounds; default 9")
     parser.add_argument(
-        "--threads", type=int, default=2, help="of the kernels that pack, default 2"
+        "--threads", type=int, default=2, help="threads of the kernels that pack weights; default 2"
     )
-    parser.add_argument("--json", action="store_true", help="a JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     os.environ.update(HUGE_PAGES)
     import torch

@@ -230,14 +230,14 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument(
-        "--vllm-python", type=Path, help="the Python of an environment with vLLM for CPUs"
+        "--vllm-python", type=Path, help="Python interpreter of an environment with vLLM for CPUs"
     )
-    parser.add_argument("--no-baton", action="store_true", help="only vLLM")
+    parser.add_argument("--no-baton", action="store_true", help="measure only vLLM")
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "baton-bench-peers",
-        help="where the weights are written, 1.2 GB (default %(default)s)",
+        help="directory for the weights, 1.2 GB; default %(default)s",
     )
     for name, default in (
         ("turns", 3),
@@ -248,7 +248,7 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--interval", type=float, default=12.0, help="seconds between long prompts, default 12"
+        "--interval", type=float, default=12.0, help="seconds between long prompts; default 12"
     )
     return run_benchmark("mixed", parser, measure, missed)
 

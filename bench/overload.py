@@ -294,14 +294,18 @@ def main() -> int:
         ("seed", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each cell; default 60")
     parser.add_argument(
-        "--capacity-s", type=float, default=20.0, help="of the closed loop; default 20"
+        "--seconds", type=float, default=60.0, help="seconds of each cell; default 60"
     )
     parser.add_argument(
-        "--loads", default="0.8,1,2,4", help="times the capacity; default 0.8,1,2,4"
+        "--capacity-s", type=float, default=20.0, help="seconds of the closed loop; default 20"
     )
-    parser.add_argument("--deadlines", default="5,10,60,none", help="seconds; default 5,10,60,none")
+    parser.add_argument(
+        "--loads", default="0.8,1,2,4", help="loads as multiples of the capacity; default 0.8,1,2,4"
+    )
+    parser.add_argument(
+        "--deadlines", default="5,10,60,none", help="deadlines in seconds; default 5,10,60,none"
+    )
     return run_benchmark("overload", parser, measure, missed)
 
 

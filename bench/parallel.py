@@ -346,9 +346,13 @@ PARTS = {"exchanges": exchanges, "prefill": prefill_speedup, "overlap": overlap_
 
 def main() -> None:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--repeats", type=int, default=300, help="of an exchange, per turn")
+    parser.add_argument(
+        "--repeats", type=int, default=300, help="repeats of an exchange per turn; default 300"
+    )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--parts", default=",".join(PARTS), help="default %(default)s")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="parts to run; default %(default)s"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     try:

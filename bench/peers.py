@@ -213,21 +213,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--vllm-python", type=Path, help="the Python of an environment with vLLM for CPUs"
+        "--vllm-python", type=Path, help="Python interpreter of an environment with vLLM for CPUs"
     )
-    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program of that name")
+    parser.add_argument("--llama-bench", type=Path, help="path of llama.cpp's llama-bench")
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "baton-bench-peers",
-        help="where the weights are written, 1.2 GB each (default %(default)s)",
+        help="directory for the weights, 1.2 GB each; default %(default)s",
     )
     for name, default in (("threads", 2), ("turns", 5), ("steps", 16)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--numerics", choices=("exact", "fast"), default="exact", help="default exact"
+        "--numerics",
+        choices=("exact", "fast"),
+        default="exact",
+        help="numerics of Baton; default exact",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     values = run(flags)
     print(

@@ -107,7 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--entries", type=int, default=1_000_000, help="default 1,000,000")
+    parser.add_argument(
+        "--entries", type=int, default=1_000_000, help="entries of the index; default 1,000,000"
+    )
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     values: dict[str, Value] = {

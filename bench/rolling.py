@@ -131,7 +131,9 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name, rate in (("rate", 4.0), ("drain-s", 1.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
         parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")
-    parser.add_argument("--kill", action="store_true", help="kill rather than restart")
+    parser.add_argument(
+        "--kill", action="store_true", help="kill workers instead of restarting them"
+    )
     return run_benchmark("rolling", parser, measure, missed)
 
 

@@ -212,7 +212,10 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--step-ms", type=float, default=25.0, help="between two tokens of a stream, default 25"
+        "--step-ms",
+        type=float,
+        default=25.0,
+        help="milliseconds between two tokens of a stream; default 25",
     )
     for name, default in (("turns", 5), ("requests", 20), ("tokens", 200)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")

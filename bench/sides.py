@@ -80,9 +80,7 @@ def compare_checkouts(
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--against", type=Path, help="another checkout, timed in turn with this one"
-    )
+    parser.add_argument("--against", type=Path, help="other checkout to time in turn with this one")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     print(render(name, measure(options.against), as_json=options.json))

@@ -135,7 +135,10 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft"
+        "--draft",
+        type=Path,
+        default=demo_model().parent / "draft",
+        help="draft model directory; default: the demo draft",
     )
     for name, default in (
         ("decode-pp", 1),
@@ -147,7 +150,11 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight"
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8],
+        help="numbers of concurrent requests; default 1 4 8",
     )
     return run_benchmark(
         "speculation",

@@ -124,10 +124,8 @@ def main() -> None:
     )
     parser.add_argument("--channel", choices=CHANNELS, default="ucx")
     parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=2000, help="default 2000")
-    parser.add_argument(
-        "--answer", action="store_true", help="be the second stage (for internal use)"
-    )
+    parser.add_argument("--repeats", type=int, default=2000, help="number of repeats; default 2000")
+    parser.add_argument("--answer", action="store_true", help="run as the second stage (internal)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

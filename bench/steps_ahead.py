@@ -130,15 +130,20 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--shape", action="store_true", help="instead, random weights of Qwen3-0.6B's shape"
+        "--shape", action="store_true", help="use random weights of Qwen3-0.6B's shape instead"
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="default 1 8 32")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 32], help="numbers of rows; default 1 8 32"
+    )
     for name, default in (("threads", 1), ("rounds", 9), ("steps", 100), ("context", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--device-ms", type=float, default=0, help="what each forward waits; 0: it computes"
+        "--device-ms",
+        type=float,
+        default=0,
+        help="simulated milliseconds of each forward; 0: compute it",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(flags.threads)

@@ -79,21 +79,24 @@ def main() -> int:
     )
     cuts = ",".join(f"{way}:{seconds}" for seconds in (1, 5, 30) for way in Way)
     for name, default, what in (
-        ("edges", ",".join(Edge), "to cut"),
-        ("cuts", cuts, "WAY:SECONDS of each edge"),
+        ("edges", ",".join(Edge), "edges to cut"),
+        ("cuts", cuts, "cuts of each edge as WAY:SECONDS"),
     ):
         parser.add_argument(f"--{name}", default=default, help=f"{what}; default {default}")
     for name, number in (("rate", 4.0), ("timeout", 90.0)):
         parser.add_argument(f"--{name}", type=float, default=number, help=f"default {number}")
     parser.add_argument(
-        "--pools", type=int, default=2, help="of each role, default 2; with one requests may fail"
+        "--pools",
+        type=int,
+        default=2,
+        help="pools of each role; with 1, requests may fail; default 2",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
-    parser.add_argument("--log", type=Path, help="file for the lines of all processes")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--log", type=Path, help="file for the output of all processes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     try:
         if not is_private():

@@ -136,15 +136,17 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=float, default=default, help=f"default {default}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", default=",".join(KINDS), help="of " + ",".join(KINDS))
+    parser.add_argument(
+        "--faults", default=",".join(KINDS), help="faults to cause, of " + ",".join(KINDS)
+    )
     parser.add_argument(
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
         "--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory"
     )
-    parser.add_argument("--log", type=Path, help="file for the lines of all processes")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--log", type=Path, help="file for the output of all processes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     others = OtherLoad()
     try:
