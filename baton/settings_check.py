@@ -15,6 +15,7 @@ from baton.fork_server import spawn
 from baton.gateway import GatewayConfig
 from runtime.config import load
 from runtime.errors import ConfigError, UnavailableError
+from runtime.observe.log import message_of
 from runtime.process.announce import FILE
 from runtime.process.child_process import ALL_CORES
 from runtime.process.supervision import EXIT_CONFIG
@@ -73,7 +74,7 @@ async def _ask(role: str, flags: Sequence[str]) -> ConfigError | UnavailableErro
     if not code:
         return None
     line = (
-        said.splitlines()[-1].removeprefix(f"{role}: ")
+        message_of(said.splitlines()[-1]).removeprefix(f"{role}: ")
         if said
         else f"{role} ended with exit code {code}"
     )

@@ -9,6 +9,7 @@ import pytest
 from baton.cluster_config import ClusterConfig
 from baton.settings_check import check_settings
 from runtime.errors import ConfigError
+from runtime.observe.log import LogStyle
 from runtime.process.supervision import EXIT_CONFIG
 
 
@@ -57,6 +58,17 @@ async def test_a_table_that_its_role_refuses(tmp_path: Path, table: str, says: s
     with pytest.raises(ConfigError) as refused:
         await check_settings(ClusterConfig(config_file=file))
     assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize("role", ["router", "decode"])
+async def test_the_refusal_of_a_role_with_json_logs_is_its_message(
+    tmp_path: Path, role: str
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(f"[{role}]\nfoo = 1\n")
+    with pytest.raises(ConfigError) as refused:
+        await check_settings(ClusterConfig(config_file=file, log_style=LogStyle.JSON))
+    assert str(refused.value) == f"{role}.foo: unknown setting"
 
 
 async def test_settings_that_fit(tmp_path: Path) -> None:
