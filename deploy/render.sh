@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Write every overlay and example, rendered, into a folder (deploy/rendered unless one is given). Needs kubectl.
-# RUNBOOKS is the address at which you read docs/runbooks.md; alerts link there.
+# Render every overlay and example into a folder (default: deploy/rendered). Needs kubectl.
+# RUNBOOKS is the address of docs/runbooks.md for the links of alerts.
 set -euo pipefail
 placeholder=https://baton.example.org/docs/runbooks.md
 runbooks=${RUNBOOKS:-$placeholder}

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# cuda_links.sh FOLDER: what a linker looks for and a machine that only runs CUDA lacks, for LIBRARY_PATH.
+# cuda_links.sh FOLDER: create the libraries that linking needs and CUDA's runtime packages lack, for LIBRARY_PATH.
 #
-# FlashInfer links what it compiles with -lcudart and -lcuda. NVIDIA's wheels have the first without the name that a
-# linker looks for; the second belongs to the driver, and where that brings no such name a stand-in answers in its place:
-# a program takes the driver's, libcuda.so.1, when it runs. Needs CUDA_HOME and a C compiler.
+# FlashInfer links the code that it compiles with -lcudart and -lcuda. NVIDIA's wheels contain libcudart without the name
+# that a linker searches. libcuda belongs to the driver; if the driver has no such name, a stub is linked instead, and
+# programs load the driver's libcuda.so.1 at run time. Needs CUDA_HOME and a C compiler.
 set -euo pipefail
 folder=$1
 mkdir -p "$folder"
