@@ -13,6 +13,7 @@ from engine.core.draft_trees import SpecInfo
 from engine.kernels.device.conv import conv_prefill
 from engine.kernels.device.delta import Moves, conv_step, delta_step
 from engine.kernels.device.delta_chunks import delta_chunks
+from engine.kernels.device.prompts import PromptRows
 from engine.kernels.device.tree import Trees, conv_tree, delta_tree
 from engine.memory.layout import NULL_INDEX
 from engine.memory.static import StaticInts, moved
@@ -45,7 +46,7 @@ class DeviceRecurrent:
             }
             for pools in (conv_pools, state_pools)
         )
-        self._prepared: tuple[ForwardBatch, Trees] | None = None
+        self._prepared: tuple[ForwardBatch, Trees | PromptRows] | None = None
         self._static: StaticInts | None = None
         self._captured: dict[GraphBucket, Trees] = {}
 
@@ -75,21 +76,29 @@ class DeviceRecurrent:
         """
         if not self._has_layers:
             return
-        if batch.graph_bucket is None:
-            self._prepared = batch, self._rows_of(batch)
-        else:
+        if batch.graph_bucket is not None:
             self._captured[batch.graph_bucket] = self._rows_of(batch)
+        elif batch.mode is ForwardMode.PREFILL:
+            check_mode(batch)
+            self._prepared = (
+                batch,
+                PromptRows.of(
+                    batch.slot_ids.tolist(), batch.context_lens, batch.query_lens, self._device
+                ),
+            )
+        else:
+            self._prepared = batch, self._rows_of(batch)
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """Implement `RecurrentBackend.causal_conv`."""
         pool = pool_of(self._conv_pools, layer_id, "conv")
-        trees = self._prepare(batch)
+        rows = self._prepare(batch)
         x = x.contiguous()
-        if batch.mode is ForwardMode.PREFILL:
-            return conv_prefill(x, weight, pool, trees.slots, trees.fresh, batch.query_lens)
+        if isinstance(rows, PromptRows):
+            return conv_prefill(x, weight, pool, rows)
         if batch.mode is ForwardMode.DECODE:
-            return conv_step(x, weight, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
-        return conv_tree(x, weight, pool, self._conv_scratch[layer_id], trees)
+            return conv_step(x, weight, pool, pool, Moves(rows.slots, rows.slots, rows.fresh))
+        return conv_tree(x, weight, pool, self._conv_scratch[layer_id], rows)
 
     def gated_delta_rule(
         self,
@@ -103,15 +112,15 @@ class DeviceRecurrent:
     ) -> Tensor:
         """Implement `RecurrentBackend.gated_delta_rule`."""
         pool = pool_of(self._state_pools, layer_id, "state")
-        trees = self._prepare(batch)
+        rows = self._prepare(batch)
         q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
-        if batch.mode is ForwardMode.PREFILL:
-            return delta_chunks(q, k, v, g, beta, pool, trees.slots, trees.fresh, batch.query_lens)
+        if isinstance(rows, PromptRows):
+            return delta_chunks(q, k, v, g, beta, pool, rows)
         if batch.mode is ForwardMode.DECODE:
             return delta_step(
-                q, k, v, g, beta, pool, pool, Moves(trees.slots, trees.slots, trees.fresh)
+                q, k, v, g, beta, pool, pool, Moves(rows.slots, rows.slots, rows.fresh)
             )
-        return delta_tree(q, k, v, g, beta, pool, self._state_scratch[layer_id], trees)
+        return delta_tree(q, k, v, g, beta, pool, self._state_scratch[layer_id], rows)
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
@@ -134,7 +143,7 @@ class DeviceRecurrent:
     def _device(self) -> torch.device:
         return next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
 
-    def _prepare(self, batch: ForwardBatch) -> Trees:
+    def _prepare(self, batch: ForwardBatch) -> Trees | PromptRows:
         """Return the rows of the batch, which the first recurrent layer of a forward prepares.
 
         Captured forwards are prepared before they run.

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.device.prompts import PromptRows
+
 _CHANNELS = 256
 
 
@@ -67,43 +69,34 @@ def conv_history_kernel(
         tl.store(states + record + place * num_channels + channel, new + old, mask=inside)
 
 
-def conv_prefill(
-    x: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    fresh: Tensor,
-    query_lens: tuple[int, ...],
-) -> Tensor:
+def conv_prefill(x: Tensor, weight: Tensor, states: Tensor, rows: PromptRows) -> Tensor:
     """Convolve, apply SiLU, write the new histories and return [T, C].
 
-    x is [T, C]; weight is [C, K]; states is [records, K - 1, C]; slots is [R] int64 and fresh [R]
-    bool, as in `delta_chunks`.
+    x is [T, C]; weight is [C, K]; states is [records, K - 1, C].
     """
     out = torch.empty_like(x)
-    rows = [row for row, length in enumerate(query_lens) if length]
-    if not rows:
+    if not len(x):
         return out
-    lengths = torch.tensor([query_lens[row] for row in rows], device=x.device)
-    chosen = torch.tensor(rows, device=x.device)
-    stops = lengths.cumsum(0)
-    starts = stops - lengths
     blocks = triton.cdiv(x.shape[1], _CHANNELS)
-    # With a given output size the host does not wait for the device to compute it.
-    spread = [
-        torch.repeat_interleave(values, lengths, output_size=len(x))
-        for values in (slots[chosen], fresh[chosen], starts)
-    ]
     conv_prefill_kernel[len(x), blocks](
-        x, weight, states, *spread, out, x.shape[1], KERNEL=weight.shape[1], BLOCK=_CHANNELS
+        x,
+        weight,
+        states,
+        rows.token_slots,
+        rows.token_fresh,
+        rows.token_starts,
+        out,
+        x.shape[1],
+        KERNEL=weight.shape[1],
+        BLOCK=_CHANNELS,
     )
-    conv_history_kernel[len(rows), blocks](
+    conv_history_kernel[len(rows.slots), blocks](
         x,
         states,
-        slots[chosen],
-        fresh[chosen],
-        starts,
-        stops,
+        rows.slots,
+        rows.fresh,
+        rows.starts,
+        rows.stops,
         x.shape[1],
         KERNEL=weight.shape[1],
         BLOCK=_CHANNELS,

@@ -13,8 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.delta_rule import CHUNK
+from engine.kernels.device.prompts import PromptRows
 
 _COLUMNS = 32
+# For narrower keys Triton 3.6 emits three-pass tf32 products that read past their shared memory.
+_MIN_KEY_BLOCK = 64
 # With fewer warps, or with prefetched loads, a program's part of the products fits neither
 # registers nor shared memory.
 OPTIONS = {"num_warps": 8, "num_stages": 1}
@@ -232,49 +235,33 @@ def delta_chunks(
     g: Tensor,
     beta: Tensor,
     states: Tensor,
-    slots: Tensor,
-    fresh: Tensor,
-    query_lens: tuple[int, ...],
+    rows: PromptRows,
 ) -> Tensor:
     """Process rows of new tokens, each starting on the 64-token grid.
 
     q and k are [T, Hk, dk]; v is [T, Hv, dv]; g and beta are [T, Hv] fp32; states is [records, Hv,
-    dk, dv] fp32; slots is [R] int64; fresh is [R] bool, True if the state is zero whatever the
-    record holds. Write the new states and return [T, Hv, dv] fp32. Rows without tokens keep their
+    dk, dv] fp32. Write the new states and return [T, Hv, dv] fp32. Rows without tokens keep their
     state.
     """
     num_v_heads, dv = v.shape[1:]
     num_k_heads, dk = q.shape[1:]
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    rows = [row for row, length in enumerate(query_lens) if length]
-    if not rows:
+    num_chunks = len(rows.chunk_starts)
+    if not num_chunks:
         return out
-    firsts = list[int]()
-    counts = list[int]()
-    row_chunks = [0]
-    start = 0
-    for length in (query_lens[row] for row in rows):
-        firsts += range(start, start + length, CHUNK)
-        counts += [min(CHUNK, length - done) for done in range(0, length, CHUNK)]
-        row_chunks.append(len(firsts))
-        start += length
-    first, count, bounds, chosen = (
-        torch.tensor(values, dtype=torch.int32, device=v.device)
-        for values in (firsts, counts, row_chunks, rows)
-    )
-    dk_block = max(16, triton.next_power_of_2(dk))
+    dk_block = max(_MIN_KEY_BLOCK, triton.next_power_of_2(dk))
     inverses, scores, removals, queries, faded, additions = (
-        torch.empty(len(firsts), num_v_heads, CHUNK, width, dtype=torch.float32, device=v.device)
+        torch.empty(num_chunks, num_v_heads, CHUNK, width, dtype=torch.float32, device=v.device)
         for width in (CHUNK, CHUNK, dk_block, dk_block, dk_block, dv)
     )
-    lasts = torch.empty(len(firsts), num_v_heads, dtype=torch.float32, device=v.device)
+    lasts = torch.empty(num_chunks, num_v_heads, dtype=torch.float32, device=v.device)
     precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
-    chunk_inverse_kernel[len(firsts), num_v_heads](
+    chunk_inverse_kernel[num_chunks, num_v_heads](
         k,
         g,
         beta,
-        first,
-        count,
+        rows.chunk_starts,
+        rows.chunk_sizes,
         inverses,
         num_k_heads,
         num_v_heads,
@@ -284,15 +271,15 @@ def delta_chunks(
         PRECISION=precision,
         **OPTIONS,
     )
-    chunk_prepare_kernel[len(firsts), num_v_heads](
+    chunk_prepare_kernel[num_chunks, num_v_heads](
         q,
         k,
         v,
         g,
         beta,
         inverses,
-        first,
-        count,
+        rows.chunk_starts,
+        rows.chunk_sizes,
         removals,
         additions,
         queries,
@@ -310,19 +297,19 @@ def delta_chunks(
         PRECISION=precision,
         **OPTIONS,
     )
-    chunk_scan_kernel[len(rows), num_v_heads, triton.cdiv(dv, _COLUMNS)](
+    chunk_scan_kernel[len(rows.slots), num_v_heads, triton.cdiv(dv, _COLUMNS)](
         removals,
         additions,
         queries,
         faded,
         scores,
         lasts,
-        first,
-        count,
-        bounds,
+        rows.chunk_starts,
+        rows.chunk_sizes,
+        rows.row_chunks,
         states,
-        slots[chosen],
-        fresh[chosen],
+        rows.slots,
+        rows.fresh,
         out,
         num_v_heads,
         DK=dk,
