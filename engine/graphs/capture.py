@@ -28,7 +28,8 @@ class Capture(Protocol):
 
         Raises:
             ConfigError: the forward cannot be captured, or memory ran out. The message contains
-                `name`.
+                `name`. The process should end: torch's allocator and generators may still be
+                capturing.
         """
         ...
 
@@ -61,8 +62,18 @@ class CudaCapture:
                 forward()
         except RuntimeError as error:
             raise ConfigError(
-                f"the CUDA graph for {name} could not be captured ({error}); lower --max-running or "
-                "start with --no-cuda-graphs",
+                f"the CUDA graph for {name} could not be captured ({_cause(error)}); "
+                "lower --max-running or start with --no-cuda-graphs",
                 field="cuda_graphs",
             ) from error
         return graph
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of the error that came first.
+
+    Ending a capture that has failed raises again, with less to say than the failure itself.
+    """
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0]

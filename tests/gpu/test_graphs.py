@@ -1,6 +1,10 @@
 """Real CUDA graphs against eager forwards of the same stages, as `tests/engine/graphs` has it with
 a stand-in."""
 
+import multiprocessing
+import re
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 
@@ -61,14 +65,24 @@ def test_s1_10_stale_rows_of_the_stage_before_do_not_leak_into_a_verify(
     assert twins.num_replays() == 8
 
 
-def test_what_cannot_be_captured_names_its_bucket(device: torch.device) -> None:
+def refused_capture() -> str:
+    device = torch.device("cuda", 0)
     values = torch.ones(3, device=device)
 
     def reads_a_value() -> None:
         values.mul_(values.sum().item())
 
-    with pytest.raises(ConfigError, match=r"decode of 4 x 1.*--no-cuda-graphs"):
+    with pytest.raises(ConfigError) as refused:
         CudaCapture(device).capture(str(GraphBucket(ForwardMode.DECODE, 4)), reads_a_value)
+    return str(refused.value)
+
+
+@pytest.mark.usefixtures("device")
+def test_what_cannot_be_captured_names_its_bucket() -> None:
+    """In a process of its own, because torch is unusable after a capture that failed."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        message = process.submit(refused_capture).result(60)
+    assert re.fullmatch(r"the CUDA graph for decode of 4 x 1.*--no-cuda-graphs", message)
 
 
 @pytest.mark.parametrize("topk", [1, 3])
