@@ -126,7 +126,13 @@ class FlashInferAttention:
         """Create the wrappers of captured forwards.
 
         A batch that is padded to one of these buckets is planned on the bucket's wrapper.
+
+        Raises:
+            InternalError: numerics are exact. A captured kernel of FlashInfer has a fixed number of
+                blocks, and only plans that may split keys tell the surplus ones to do nothing.
         """
+        if self._exact:
+            raise InternalError("forwards in exact numerics cannot be captured over FlashInfer")
         longest = max(bucket.num_tokens for bucket in buckets)
         self._graph_writes = StaticInts({"pages": longest, "offsets": longest}, self._device)
         for bucket in buckets:

@@ -19,6 +19,7 @@ from engine.backends.cuda.wrappers import (
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow
+from engine.core.numerics import Numerics
 from engine.graphs.buckets import extend_buckets, padding_alone, verify_buckets
 from runtime.errors import ConfigError, InternalError, StalePlanError
 from tests.support.contracts.attention import GEOMETRY, AttentionContract, TreeContract, close
@@ -167,6 +168,20 @@ def test_there_is_room_for_partial_results(num_kv_heads: int, head_dim: int) -> 
     backend.reserve(buckets)
     for bucket in buckets:
         backend.plan(padding_alone(bucket))
+
+
+def test_exact_forwards_are_not_captured() -> None:
+    """Their plans leave the surplus blocks of a captured kernel with whatever the memory holds."""
+    backend = FlashInferAttention(
+        kv_pools={LAYER: poisoned_pool(9, GEOMETRY)},
+        geometry=GEOMETRY,
+        wrappers=FakeWrappers(),
+        device=CPU,
+        write_kv=scatter,
+        numerics=Numerics.EXACT,
+    )
+    with pytest.raises(InternalError, match="exact numerics cannot be captured"):
+        backend.reserve(verify_buckets(4, 4, is_masked=True))
 
 
 def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:

@@ -76,7 +76,6 @@ class DeviceStage:
             wrappers=self.wrappers,
             device=self.device,
             write_kv=write_kv,
-            numerics=Numerics.EXACT,
         )
         self.recurrent = DeviceRecurrent(
             conv_pools=self.of(CacheKind.CONV),
