@@ -18,6 +18,7 @@ A copy that the device does not end cannot be ended otherwise. Then the transpor
 and the process with it.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -30,6 +31,9 @@ from runtime.errors import BatonError, InternalError, PeerLostError
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Transport
 from transfer.transport.refusals import RefusalReason
 
+# A copy of one item takes a few microseconds, a sleep at least 50. So the thread sleeps only while
+# the oldest copy takes longer than this: the device's copy engine is busy otherwise.
+COPY_SPIN_S = 200e-6
 COPY_POLL_S = 50e-6
 COPY_LIMIT_S = 10.0
 
@@ -225,7 +229,7 @@ class DeviceTransport:
 
     def wait(self, timeout_s: float) -> None:
         if self._fetching or self._storing:
-            time.sleep(min(timeout_s, COPY_POLL_S))  # the end of a copy wakes no thread
+            self._wait_for_copies(timeout_s)
         elif not self._ended:
             self._inner.wait(timeout_s)
 
@@ -286,6 +290,16 @@ class DeviceTransport:
     def _send_below(self, crossing: _Crossing, buffer: Buffer) -> None:
         operation = crossing.operation
         self._sending[self._inner.send(operation.peer, operation.tag, buffer)] = crossing
+
+    def _wait_for_copies(self, timeout_s: float) -> None:
+        """Wait a little, because the end of a copy wakes no thread."""
+        oldest_s = min(
+            copies[0].copying_since_s for copies in (self._fetching, self._storing) if copies
+        )
+        if self._clock.now() - oldest_s < COPY_SPIN_S:
+            os.sched_yield()
+        else:
+            time.sleep(min(timeout_s, COPY_POLL_S))
 
     def _settled(self, copies: deque[_Crossing]) -> list[_Crossing]:
         """Remove and return the crossings whose copies are over; copies end in start order."""
