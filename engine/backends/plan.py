@@ -267,11 +267,12 @@ def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         ]
         listed = torch.tensor(places, dtype=torch.long).view(-1, 2)
         return listed[:, 0].contiguous(), listed[:, 1].contiguous()
-    lengths = torch.tensor(batch.query_lens, dtype=torch.long)
-    rows = torch.repeat_interleave(torch.arange(batch.num_rows), lengths)
-    starts = torch.cumsum(lengths, 0) - lengths
-    contexts = torch.tensor(batch.context_lens, dtype=torch.long)
-    return rows, torch.arange(len(rows)) + (contexts - starts)[rows]
+    lengths = np.array(batch.query_lens, np.int64)
+    rows = np.repeat(np.arange(batch.num_rows), lengths)
+    starts = lengths.cumsum() - lengths
+    contexts = np.array(batch.context_lens, np.int64)
+    positions = np.arange(len(rows)) + (contexts - starts)[rows]
+    return torch.from_numpy(rows), torch.from_numpy(positions)
 
 
 def trees_of(batch: ForwardBatch) -> SpecInfo | None:
