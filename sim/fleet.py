@@ -10,6 +10,7 @@ from baton.load import Outcome
 from baton.workload import Planned
 from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits
+from runtime.clock import LoopClock
 from runtime.errors import InternalError
 from sim.clients import Answered, Clients
 from sim.cores import Machine
@@ -20,7 +21,7 @@ from sim.links import ArrivalTable
 from sim.prefill import PrefillWorker
 from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
-from sim.time import LoopClock, keep_all, run_virtually
+from sim.time import keep_all, run_virtually
 from sim.worker import ARCHITECTURE, SimulatedPrompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request

@@ -2,7 +2,6 @@
 time.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,13 +19,13 @@ from pool.request.entry import Failed
 from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
+from runtime.clock import LoopClock
 from runtime.errors import BatonError, DrainingError
 from sim.cores import Processor
 from sim.costs import Costs
 from sim.links import ArrivalTable, Interface, Sending
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
-from sim.time import LoopClock
 from sim.worker import COMPATIBILITY, SimulatedPrompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every response
@@ -78,7 +77,7 @@ class PrefillWorker(SimulatedWorker):
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
         self._prompts = prompts
-        self._clock = LoopClock(asyncio.get_running_loop())
+        self._clock = LoopClock()
         self._due_s = 0.0  # added to the next chunk, for requests that began
         super().__init__(address, costs, processor)
 

@@ -159,13 +159,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise InternalError("the simulation waits for something that will never happen")
 
 
-class LoopClock:
-    """A `Clock` that shows a loop's time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time  # an attribute, because each request calls it hundreds of times
-
-
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine like `asyncio.run`, in virtual time.
 

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from runtime.clock import LoopClock
 from runtime.errors import InternalError
-from sim.time import LoopClock, run_virtually
+from sim.time import run_virtually
 
 
 def test_an_hour_passes_without_waiting() -> None:
