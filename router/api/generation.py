@@ -223,8 +223,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))
         # None without a deadline, although it is typed as a float.
         remaining_s = cast("float | None", context.time_remaining())
-        limit_s = self._limits.max_request_s
-        limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
+        timeout_s = self._limits.max_request_s
+        timeout_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
         self.counts.accepted += 1
         self._running[key] = tuple(
             RequestFlow(
@@ -238,7 +238,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     checked.resumed_of(index),
                 ),
                 self._services,
-                limit_s,
+                timeout_s,
             )
             for index, output in enumerate(outputs)
         )

@@ -17,7 +17,7 @@ from router.request.flow import RequestFlow, Services
 from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest
 from router.workers.report import are_missing
-from runtime.clock import SystemClock
+from runtime.clock import Deadline, LoopClock, SystemClock
 from runtime.errors import BatonError
 from runtime.observe.metrics import RouterMetrics
 from runtime.rpc.server import Health
@@ -74,12 +74,10 @@ class Readiness:
         `told` is the last reason and its level. Before its first pair, the router treats missing
         workers as starting.
         """
-        starts_until_s = 0.0 if told[0] else asyncio.get_running_loop().time() + STARTING_S
+        deadline = Deadline.after(LoopClock(), 0.0 if told[0] else STARTING_S)
         while not await self._paired_soon():
             problem = self._directory.pair_problem()
-            starts = asyncio.get_running_loop().time() < starts_until_s and are_missing(
-                self._directory.workers
-            )
+            starts = not deadline.is_over and are_missing(self._directory.workers)
             now = (problem, logging.INFO if starts else logging.WARNING)
             if problem and now != told:
                 logger.log(

@@ -28,6 +28,7 @@ from router.request.waiting_line import (
 from router.workers.directory import Directory, WorkerPair
 from router.workers.policy import SHORT_RATIO
 from router.workers.worker import WorkerRole
+from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
 from runtime.observe.metrics import RouterMetrics
 
@@ -164,10 +165,9 @@ class Admission:
 
     @asynccontextmanager
     async def pair_for(
-        self, request: AdmissibleRequest, time_left_s: float
+        self, request: AdmissibleRequest, deadline: Deadline
     ) -> AsyncIterator[WorkerPair]:
-        """Hold a pair of workers, booked until the block ends. `time_left_s`: time to the request's
-        deadline.
+        """Hold a pair of workers, booked until the block ends, for a request with this deadline.
 
         Raises:
             CapacityError: the request would wait too long, or end too late after those queued
@@ -175,10 +175,9 @@ class Admission:
             DeadlineError: it could not end in time even without a queue.
             UnavailableError: no pair is usable, and none was for a while.
         """
-        ends_at_s = self._clock.now() + time_left_s
         is_scored = request.engine.HasField("num_prompt_logprobs")
         async with self._scoring.taken(request.client) if is_scored else nullcontext():
-            pair = await self._wait(request, ends_at_s)
+            pair = await self._wait(request, deadline)
             try:
                 yield pair
             finally:
@@ -191,8 +190,8 @@ class Admission:
             if worker.info is not None
         )
 
-    async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
-        demand = self._demand(request, ends_at_s)
+    async def _wait(self, request: AdmissibleRequest, deadline: Deadline) -> WorkerPair:
+        demand = self._demand(request, deadline)
         if not self._line.num_waiting and self._limits.max_waiting:
             at_once = self._place_at_once(request, demand)
             if at_once is not None:
@@ -232,14 +231,14 @@ class Admission:
             if rates.is_idle
             else self._service_model.cautious_s(rates, request.client, demand.work)
         )
-        if self._clock.now() + service_s > demand.ends_at_s:
+        if not demand.deadline.allows(service_s):
             return None
         pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
         if pair is not None:
             self._line.num_arrived += 1
         return pair
 
-    def _demand(self, request: AdmissibleRequest, ends_at_s: float) -> Demand:
+    def _demand(self, request: AdmissibleRequest, deadline: Deadline) -> Demand:
         """Return the demand of a request.
 
         Raises:
@@ -254,17 +253,16 @@ class Admission:
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise self._no_compatible_workers()
         num_tokens = self._directory.num_missing(request.prompt)
-        left_s = ends_at_s - self._clock.now()
         least_s = self._service_model.best_prefill.least_s(num_tokens)
-        if least_s > left_s:
+        if not deadline.allows(least_s):
             self._metrics.refused.labels(Cause.DEADLINE).inc()
             raise DeadlineError(
                 f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
-                f"leaves {max(left_s, 0.0):.2g} s"
+                f"leaves {deadline.remaining_s():.2g} s"
             )
         return Demand(
             self._work_of(request, num_tokens),
-            ends_at_s,
+            deadline,
             request.engine.priority,
             request.prompt.num_tokens,
             request.client,
@@ -351,8 +349,8 @@ class Admission:
         again.
         """
         away_s = self._directory.pairless_s
-        left_s = self._directory.restart_estimate_s - away_s
-        return min(left_s if left_s > 0 else away_s, MAX_AWAY_S)
+        expected_s = self._directory.restart_estimate_s - away_s
+        return min(expected_s if expected_s > 0 else away_s, MAX_AWAY_S)
 
     def _pump(self) -> None:
         if not len(self._line):

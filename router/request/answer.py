@@ -16,6 +16,7 @@ from protos import generation_pb2, types_pb2
 from router.request.service_times import Timeline
 from router.text.detokenizer import Detokenizer, StopMatcher
 from router.text.model_facts import ModelLimits
+from runtime.clock import Deadline, LoopClock
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 
 MAX_UNREAD = 64  # messages
@@ -219,7 +220,7 @@ class ResponseQueue:
         self._waited_s = 0.0  # total wait for room
         # Loop time of the last read, or of the first message after the queue was empty.
         self._read_at = 0.0
-        self._ends_at: float | None = None  # loop time by which a closed queue must be read
+        self._deadline: Deadline | None = None  # by which a closed queue must be read
 
     def put(self, response: generation_pb2.GenerateResponse) -> None:
         """Queue a message without waiting.
@@ -272,8 +273,8 @@ class ResponseQueue:
 
     def close(self) -> None:
         """Close the queue: no message will be put."""
-        if self._ends_at is None:
-            self._ends_at = self._loop.time() + self._stall_limit_s
+        if self._deadline is None:
+            self._deadline = Deadline.after(LoopClock(self._loop), self._stall_limit_s)
         self._wake()
 
     def __aiter__(self) -> Self:
@@ -286,11 +287,11 @@ class ResponseQueue:
             RequestAborted: messages were not read within the stall limit after the close.
         """
         while not self._unread:
-            if self._ends_at is not None:
+            if self._deadline is not None:
                 raise StopAsyncIteration
             self._reader = self._loop.create_future()
             await self._reader
-        if self._ends_at is not None and self._loop.time() > self._ends_at:
+        if self._deadline is not None and self._deadline.is_over:
             raise RequestAborted(
                 f"the client has not read the end of its stream for {self._stall_limit_s:g} s"
             )

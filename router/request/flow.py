@@ -59,6 +59,7 @@ from router.request.worker_stream import (
 )
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
+from runtime.clock import Deadline
 from runtime.errors import (
     BatonError,
     CapacityError,
@@ -91,7 +92,7 @@ class RequestFlow:
     """Driver of one request. `run` may be called once."""
 
     def __init__(
-        self, request: AdmissibleRequest, answer: Answer, services: Services, time_limit_s: float
+        self, request: AdmissibleRequest, answer: Answer, services: Services, timeout_s: float
     ) -> None:
         self._request = request
         self._answer = answer
@@ -100,9 +101,9 @@ class RequestFlow:
         if resumed:
             self._timeline.resumed()
         self._services = services
-        self._time_limit_s = time_limit_s
-        self._ends_at = asyncio.get_running_loop().time() + time_limit_s
-        self._time_scope = asyncio.timeout_at(self._ends_at)
+        self._timeout_s = timeout_s
+        self._deadline = Deadline.after(services.service_model.clock, timeout_s)
+        self._time_scope = asyncio.timeout(timeout_s)
         self._is_running = False
         self._is_aborted = False
         self._inbox = FlowInbox()
@@ -152,8 +153,7 @@ class RequestFlow:
             self.abort()
         held_back = begin("baton.router.admit", request_id=self.request_id)
         try:
-            left_s = self._ends_at - asyncio.get_running_loop().time()
-            async with self._services.admission.pair_for(self._request, left_s) as pair:
+            async with self._services.admission.pair_for(self._request, self._deadline) as pair:
                 held_back.end()
                 self._timeline.placed()
                 estimated_s = self._services.admission.service_s(
@@ -182,17 +182,14 @@ class RequestFlow:
         """Return whether the deadline ends the request, even if the client's end of the call
         noticed first.
         """
-        return (
-            not self._is_aborted
-            and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
-        )
+        return not self._is_aborted and self._deadline.remaining_s() <= CLOCKS_DIFFER_S
 
     def _out_of_time(self) -> None:
         if self._answer.has_ended:
             return
         if not self._is_aborted:
             raise DeadlineError(
-                f"the request did not end within its {self._time_limit_s:g} s"
+                f"the request did not end within its {self._timeout_s:g} s"
             ) from None
         self._answer.rest()
         self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
@@ -205,7 +202,7 @@ class RequestFlow:
                 self._services.directory,
                 self._services.limits,
                 group,
-                self._ends_at,
+                self._deadline,
                 outgoing(),
                 self._happened,
                 lambda: self._inbox.post(Overdue()),

@@ -15,6 +15,7 @@ from router.request.worker_stream import FlowLimits
 from router.workers.directory import Directory, WorkerPair
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker
+from runtime.clock import Deadline, LoopClock
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -45,15 +46,18 @@ def may_retry(error: BatonError) -> bool:
 
 
 async def search(
-    directory: Directory, attempt: Callable[[], Booking | None], wait_s: float, error: BatonError
+    directory: Directory,
+    attempt: Callable[[], Booking | None],
+    timeout_s: float,
+    error: BatonError,
 ) -> Booking:
-    """Return a booking within `wait_s` seconds.
+    """Return a booking within `timeout_s` seconds.
 
     Raises:
         BatonError: `error`, which made the search necessary, if `attempt` found no worker in time.
     """
     try:
-        async with asyncio.timeout(wait_s):
+        async with asyncio.timeout(timeout_s):
             return await directory.until(attempt)
     except TimeoutError:
         raise error from None
@@ -142,9 +146,9 @@ class Migrations:
         self, lost: Booking, prompt: RoutedPrompt, context_tokens: int
     ) -> WorkerPair | None:
         """Search for a pair; wait longer while a compatible pair exists and is only full."""
-        loop = asyncio.get_running_loop()
+        clock = LoopClock()
         compatibility = lost.compatibility
-        began = loop.time()
+        began_s = clock.now()
         while True:
             pair = self.directory.place_again(
                 prompt, compatibility, lost.worker.address, context_tokens
@@ -152,13 +156,14 @@ class Migrations:
             if pair is not None:
                 return pair
             is_full = self.directory.has_pair(compatibility, context_tokens)
-            patience_s = (
+            timeout_s = (
                 self.limits.capacity_wait_s
                 if is_full
                 else self.limits.restart_estimate_s(self.directory)
             )
-            if loop.time() >= began + patience_s:
+            deadline = Deadline(clock, began_s + timeout_s)
+            if deadline.is_over:
                 return None
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(began + patience_s):
+                async with asyncio.timeout(deadline.remaining_s()):
                     await self.directory.changed()

@@ -13,6 +13,7 @@ from protos import decode_pb2, prefill_pb2, transfer_pb2, types_pb2
 from router.request.retries import RETRY_PAUSE_S, may_retry, search, suspect
 from router.request.worker_stream import DueTimer, Ended, FlowParts, WorkerStream
 from router.workers.worker import Booking
+from runtime.clock import Deadline, LoopClock
 from runtime.errors import BatonError, CapacityError, PeerLostError
 
 
@@ -134,7 +135,7 @@ class DecodeStream:
         self._replayed = tuple(replayed)
         self._search: asyncio.Task[None] | None = None
         self._tried: frozenset[str] = frozenset()
-        self._refused_since: float | None = None
+        self._refused_since_s: float | None = None
         self._source: transfer_pb2.SourceTerms | None = None
         self._first_token: types_pb2.TokenChunk | None = None
         # Counts offers on the current stream. Destination terms carry the epoch of their offer.
@@ -325,12 +326,12 @@ class DecodeStream:
         )
         booking = book(tried=self._tried)
         if booking is None:
-            patience_s = self._patience_s(error, compatibility)
-            if patience_s <= 0:
+            timeout_s = self._search_deadline(error, compatibility).remaining_s()
+            if timeout_s <= 0:
                 raise error
             await self._pause()
             self._tried = frozenset()
-            booking = await search(directory, lambda: book(tried=frozenset()), patience_s, error)
+            booking = await search(directory, lambda: book(tried=frozenset()), timeout_s, error)
         self._booking.release()
         self._booking = booking
         if self._source is not None:
@@ -365,20 +366,21 @@ class DecodeStream:
         if self.stream is not None:
             self.stream.send(decode_pb2.DecodeInput(source_lost=decode_pb2.DecodeSourceLost()))
 
-    def _patience_s(self, error: BatonError, compatibility: str) -> float:
-        """Return the time left to wait since the first refusal; longer if pools are alive and only
-        full.
+    def _search_deadline(self, error: BatonError, compatibility: str) -> Deadline:
+        """Return the end of the search for another pool, counted from the first refusal; later if
+        pools are alive and only full.
         """
-        now = asyncio.get_running_loop().time()
-        self._refused_since = now if self._refused_since is None else self._refused_since
+        clock = LoopClock()
+        if self._refused_since_s is None:
+            self._refused_since_s = clock.now()
         is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
             compatibility, self._parts.context_tokens
         )
         limits = self._parts.limits
-        patience_s = (
+        timeout_s = (
             limits.capacity_wait_s if is_full else limits.restart_estimate_s(self._parts.directory)
         )
-        return self._refused_since + patience_s - now
+        return Deadline(clock, self._refused_since_s + timeout_s)
 
     def _expect_destination(self) -> None:
         self._num_offers += 1

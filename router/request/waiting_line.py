@@ -26,6 +26,7 @@ from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from router.request.service_times import MAX_CLIENTS, Rates, ServiceTimeModel, TokenWork
+from runtime.clock import NO_DEADLINE, Deadline
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
@@ -58,11 +59,11 @@ class WaitingLimits:
 class Demand:
     """Demand of a request of `client`.
 
-    `ends_at_s` is its deadline. `num_tokens` counts its prompt, cached or not.
+    `num_tokens` counts its prompt, cached or not.
     """
 
     work: TokenWork
-    ends_at_s: float = math.inf
+    deadline: Deadline = NO_DEADLINE
     priority: int = 0
     num_tokens: int = 0
     client: str = ""
@@ -203,14 +204,15 @@ class WaitingLine(Generic[T]):
         if wait_s > self.limits.max_wait_s:
             return Refusal(Cause.WAIT, wait_s, service_s)
         is_measured = len(self) > 0 or not rates.is_idle
-        if is_measured and now_s + wait_s + service_s > demand.ends_at_s:
+        if is_measured and not demand.deadline.allows(wait_s + service_s):
             return Refusal(Cause.DEADLINE, wait_s, service_s)
         return None
 
     def _waiter(self, demand: Demand, item: ItemT, rates: Rates, now_s: float) -> Waiter[ItemT]:
         """Return a waiter that arrives now."""
         service_s = self.service_model.cautious_s(rates, demand.client, demand.work)
-        begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
+        # Both are times by the clock of the service model. An order by them needs exact sums.
+        begin_by_s = min(demand.deadline.at_s - service_s, now_s + self.limits.max_wait_s)
         return Waiter(begin_by_s, self.num_arrived, demand, now_s, item)
 
     def _queue_of(self, demand: Demand) -> _Queue[T]:
@@ -363,10 +365,10 @@ class WaitingLine(Generic[T]):
     def _hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Cause | None:
         if now_s - waiter.since_s >= self.limits.max_wait_s:
             return Cause.WAIT
-        if rates.is_idle and now_s < waiter.demand.ends_at_s:
+        if rates.is_idle and not waiter.demand.deadline.is_over:
             return None  # pools are idle: try it
         service_s = self.service_model.cautious_s(rates, waiter.demand.client, waiter.demand.work)
-        is_late = now_s + service_s > waiter.demand.ends_at_s
+        is_late = not waiter.demand.deadline.allows(service_s)
         return Cause.DEADLINE if is_late else None
 
 

@@ -23,7 +23,7 @@ from router.workers.directory import Directory
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from router.workers.worker_call import WorkerCall
-from runtime.clock import STALLED_S
+from runtime.clock import STALLED_S, Deadline, LoopClock
 from runtime.errors import BatonError
 from runtime.observe.tracing import Metadata
 from runtime.process.supervision import first_leaf
@@ -171,48 +171,49 @@ class DueTimer:
     def __init__(self, overdue: Callable[[], object]) -> None:
         self._overdue = overdue
         self._loop = asyncio.get_running_loop()
+        # By the loop, as its timers are. So `at_s` may be passed to `call_at`.
+        self._clock = LoopClock(self._loop)
         self._timer: asyncio.TimerHandle | None = None
-        self.due_at: float | None = None  # loop time; None while no reply is due
+        self._deadline: Deadline | None = None  # None while no reply is due
 
     @property
     def is_over(self) -> bool:
         """Return whether the reply is overdue."""
-        return self.due_at is not None and self._loop.time() >= self.due_at
+        return self._deadline is not None and self._deadline.is_over
 
-    def owe(self, seconds: float) -> None:
-        """Expect a reply within `seconds`, in place of any other."""
-        self.due_at = self._loop.time() + seconds
-        if self._timer is None or self._timer.when() > self.due_at:
-            self._set(self.due_at)
+    def owe(self, timeout_s: float) -> None:
+        """Expect a reply within `timeout_s`, in place of any other."""
+        self._deadline = Deadline.after(self._clock, timeout_s)
+        if self._timer is None or self._timer.when() > self._deadline.at_s:
+            self._set(self._deadline)
 
     def settle(self) -> None:
         """Cancel the expectation: no reply is due."""
-        self.due_at = None
+        self._deadline = None
 
     def close(self) -> None:
         """Stop the timer. Idempotent."""
-        self.due_at = None
+        self._deadline = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _set(self, when: float) -> None:
+    def _set(self, deadline: Deadline) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._look)
+        self._timer = self._loop.call_at(deadline.at_s, self._look)
 
     def _look(self) -> None:
         self._timer = None
-        if self.due_at is None:
+        if self._deadline is None:
             return
-        now = self._loop.time()
-        if now < self.due_at:
-            self._set(self.due_at)
-        elif now - self.due_at >= STALLED_S:
+        if not self._deadline.is_over:
+            self._set(self._deadline)
+        elif self._deadline.overrun_s() >= STALLED_S:
             # This router did not run, for example because its process was stopped. Messages that
             # the worker sent meanwhile are handled first.
-            self.due_at = now + STALLED_S
-            self._set(self.due_at)
+            self._deadline = Deadline.after(self._clock, STALLED_S)
+            self._set(self._deadline)
         else:
             self._overdue()
 
@@ -241,8 +242,8 @@ class FlowLimits:
 class FlowParts:
     """Inputs that both kinds of stream need.
 
-    `ends_at` is the request's deadline in loop time. `trace` is the trace context for its workers.
-    `deliver` receives the events of the streams; `overdue` is called when a reply is late.
+    `trace` is the trace context for the request's workers. `deliver` receives the events of the
+    streams; `overdue` is called when a reply is late.
     """
 
     request: types_pb2.EngineRequest
@@ -250,7 +251,7 @@ class FlowParts:
     directory: Directory
     limits: FlowLimits
     group: asyncio.TaskGroup
-    ends_at: float
+    deadline: Deadline
     trace: Metadata
     deliver: Callable[[Received | Ended], object]
     overdue: Callable[[], object]
@@ -262,8 +263,7 @@ class FlowParts:
 
     def context(self) -> types_pb2.RequestContext:
         """Return the context that accompanies the request: time left in seconds and trace."""
-        time_left_s = max(0.0, self.ends_at - asyncio.get_running_loop().time())
-        return types_pb2.RequestContext(time_left_s=time_left_s, **dict(self.trace))
+        return types_pb2.RequestContext(time_left_s=self.deadline.remaining_s(), **dict(self.trace))
 
 
 @asynccontextmanager

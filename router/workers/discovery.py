@@ -23,6 +23,7 @@ from typing import Annotated, Protocol
 from prometheus_client import Counter
 from pydantic import AfterValidator
 
+from runtime.clock import Deadline, LoopClock
 from runtime.config import Address, parse_peer
 from runtime.errors import ConfigError
 from runtime.process.announce import announced_address, announcement_path
@@ -159,20 +160,20 @@ class DnsSource:
 
     async def run(self, found: OnTargets) -> None:
         known: frozenset[str] | None = None
-        empty_until_s: float | None = None
+        clock = LoopClock()
+        deadline: Deadline | None = None  # to have addresses again
         while True:
             addresses = await self._look()
-            now_s = asyncio.get_running_loop().time()
             if addresses or not known:
-                empty_until_s = None
-            elif addresses is not None and empty_until_s is None:
-                empty_until_s = now_s + self.keep_s
+                deadline = None
+            elif addresses is not None and deadline is None:
+                deadline = Deadline.after(clock, self.keep_s)
                 logger.warning(
                     "%s has no addresses any more, keeping the last ones for %g s",
                     self.name.host,
                     self.keep_s,
                 )
-            is_kept = empty_until_s is not None and now_s < empty_until_s
+            is_kept = deadline is not None and not deadline.is_over
             if addresses is not None and addresses != known and not is_kept:
                 known = addresses
                 found(addresses)

@@ -29,7 +29,7 @@ from router.request.waiting_line import (
     WaitingLine,
 )
 from router.workers.pace import PromptsAhead
-from runtime.clock import ManualClock
+from runtime.clock import NO_DEADLINE, Deadline, ManualClock
 from runtime.pace import MIN_TOKENS
 
 # A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and
@@ -67,7 +67,10 @@ class Line:
     ) -> Waiter[str] | Refusal:
         now = self.clock.now()
         return self.line.enter(
-            Demand(work, now + within_s, priority, client=client), name, rates, now
+            Demand(work, Deadline.after(self.clock, within_s), priority, client=client),
+            name,
+            rates,
+            now,
         )
 
     def serve(self) -> str:
@@ -284,7 +287,8 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
         line.clock.advance(passed_s)
         now = line.clock.now()
         for within_s, priority, prompt, output in demands:
-            demand = Demand(TokenWork(prompt, output), now + within_s, priority)
+            deadline = Deadline.after(line.clock, within_s)
+            demand = Demand(TokenWork(prompt, output), deadline, priority)
             waiter = line.line.enter(demand, "", RATES, now)
             if isinstance(waiter, Waiter):
                 inside.add(waiter.arrival)
@@ -303,7 +307,7 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
                 service_s = line.service_model.cautious_s(
                     RATES, "", waiter.demand.work
                 )  # of a trial less than was asked
-                assert now + wait_s + service_s <= demand.ends_at_s
+                assert now + (wait_s + service_s) <= deadline.at_s
         assert len(line.line) <= max_waiting
         order = list(line.line)
         assert order == sorted(
@@ -314,7 +318,7 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
             waited_out = now - waiter.since_s >= max_wait_s
             too_late = (
                 now + line.service_model.cautious_s(RATES, "", waiter.demand.work)
-                > waiter.demand.ends_at_s
+                > waiter.demand.deadline.at_s
             )
             assert waited_out if refusal.cause is Cause.WAIT else too_late
         for waiter in list(line.line)[:num_places]:
@@ -481,7 +485,7 @@ def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(
         if step == "enter":
             demand = Demand(
                 TokenWork(num_tokens, num_tokens / 8),
-                math.inf,
+                NO_DEADLINE,
                 place,
                 num_tokens,
                 f"{num_tokens % 3}",

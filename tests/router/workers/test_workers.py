@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from router.api.generation import RequestKey
 from router.request.admission import AdmissionLimits
 from router.request.validate import AdmissibleRequest
 from router.workers.policy import Policy
+from runtime.clock import NO_DEADLINE
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.router.harness import (
     NO_GRACE,
@@ -239,7 +239,7 @@ async def test_nothing_is_dispatched_that_no_pool_could_take_soon() -> None:
 
 async def test_a_pair_is_given_back_when_its_block_ends() -> None:
     async with running_router(*pair()) as router:
-        async with router.services.admission.pair_for(admissible_request(), 60.0):
+        async with router.services.admission.pair_for(admissible_request(), NO_DEADLINE):
             assert [len(worker._bookings) for worker in router.directory.workers] == [1, 1]
         await router.assert_nothing_left()
 
@@ -251,7 +251,7 @@ async def test_a_request_that_gives_up_in_the_moment_it_is_placed_keeps_nothing(
         prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)
     ) as router:
         admission = router.services.admission
-        waiting = asyncio.create_task(admission._wait(admissible_request(), math.inf))
+        waiting = asyncio.create_task(admission._wait(admissible_request(), NO_DEADLINE))
         await eventually(lambda: admission.num_waiting, "the queue")
         router.directory.workers[1].reported(worker_pb2.WorkerLoad(serving=True))
         admission._pump()
