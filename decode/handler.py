@@ -68,12 +68,12 @@ class DecodeHandler:
         reservation: Reservation,
         source: SourceTerms,
         alike: str,
-        patience_s: float,
+        timeout_s: float,
     ) -> None:
         """Create the handler of a request whose memory is reserved.
 
         `source` is the first prefill worker to send the prompt. `alike` is the part of the
-        compatibility that it shares with this pool. `patience_s` is the longest that one state of
+        compatibility that it shares with this pool. `timeout_s` is the longest that one state of
         the handoff may last.
         """
         self._parts = parts
@@ -89,7 +89,7 @@ class DecodeHandler:
             secrets.token_hex(8),
             num_stages=parts.leader.group.session_size,
             clock=SystemClock(),
-            deadlines=SessionDeadlines.within(patience_s),
+            deadlines=SessionDeadlines.within(timeout_s),
         )
         self._is_open = False
         self._with_draft = False  # whether the draft model's state is sent as well

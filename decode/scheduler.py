@@ -16,7 +16,6 @@ the same way. A request past its deadline fails before its next step or its repl
 engine thread.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -43,7 +42,7 @@ from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed, PrefixCache
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
-from runtime.clock import Clock
+from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import BatonError, CapacityError, DeadlineError
 
 MAX_ENDED_KEYS = 1024  # per batch
@@ -84,7 +83,7 @@ class DecodeScheduler:
         replayed: Sequence[int] = (),
         blocks: tuple[bytes, ...] = (),
         compatibility: str = "",
-        ends_at_s: float = math.inf,
+        deadline: Deadline = NO_DEADLINE,
     ) -> Reservation:
         """Reserve memory for the prompt and some growth, at once or not at all.
 
@@ -101,7 +100,7 @@ class DecodeScheduler:
             0,
             request,
             emit,
-            ends_at_s=ends_at_s,
+            deadline=deadline,
             blocks=blocks,
             compatibility=compatibility,
             outputs=list(replayed),
@@ -116,7 +115,7 @@ class DecodeScheduler:
         *,
         blocks: tuple[bytes, ...],
         compatibility: str,
-        ends_at_s: float = math.inf,
+        deadline: Deadline = NO_DEADLINE,
     ) -> Reservation:
         """Generate without a handoff if the cache has nearly all of the prompt.
 
@@ -127,7 +126,7 @@ class DecodeScheduler:
             InvalidRequestError: the request could never fit.
         """
         entry = DecodeEntry(
-            0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility
+            0, request, emit, deadline=deadline, blocks=blocks, compatibility=compatibility
         )
         self._admit(entry, partial(self._memory.lease_for_rest, most=self._longest_rest))
         self._run(entry)
@@ -410,10 +409,10 @@ class DecodeScheduler:
 
     def _drop_late(self) -> None:
         """Fail requests past their deadline, before the owner's cancellation arrives."""
-        now_s = self.clock.now()
+        now_s = self.clock.now()  # once for all rows, of the clock that deadlines are by
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         for entry in [*ready, *self._waiting]:
-            if now_s > entry.ends_at_s:
+            if now_s > entry.deadline.at_s:
                 self._fail(entry, DeadlineError("the request's deadline has passed"))
 
     def _grow(self, entry: DecodeEntry) -> bool:
@@ -488,9 +487,9 @@ class DecodeScheduler:
 
         A request past its deadline takes no step. It fails when that result arrives.
         """
-        now_s = self.clock.now()
+        now_s = self.clock.now()  # once for all rows, of the clock that deadlines are by
         punctual = [
-            entry for key in self._turns if (entry := self._entries[key]).ends_at_s >= now_s
+            entry for key in self._turns if (entry := self._entries[key]).deadline.at_s >= now_s
         ]
         stepping = [] if self._waiting else lease_ahead(punctual, self.limits, self.pages)
         for entry in stepping:

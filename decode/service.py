@@ -27,6 +27,7 @@ from pool.request.handler import EventPost, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
+from runtime.clock import Deadline
 from runtime.digests import in_common
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.rpc.calls import CallTracker
@@ -87,8 +88,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         source = codec.source_from_proto(asked.source) if asked.HasField("source") else None
         replayed = _replayed(asked, request, vocab_size=parts.plan.description.facts.vocab_size)
         inbox: DecodeInbox = opening.inbox
-        clock = parts.ranks.schedulers[0].clock
-        ends_at_s = clock.now() + opening.ends_in_s
+        deadline = Deadline.after(parts.ranks.schedulers[0].clock, opening.timeout_s)
         event_sender = DecodeEventSender(
             opening.event_sender, 0 if source is None else 1 + len(replayed)
         )
@@ -107,7 +107,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     else partial(scheduler.reserve, replayed=replayed)
                 )
                 taken = admit(
-                    request, emit, blocks=blocks, compatibility=kept_as, ends_at_s=ends_at_s
+                    request, emit, blocks=blocks, compatibility=kept_as, deadline=deadline
                 )
                 # Posted through the same queue as tokens, so that it precedes them.
                 if source is None:
@@ -122,11 +122,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             )
             if source is None:
                 return LocalPrefillHandler(parts, inbox, reservation)
-            patience_s = (
-                HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
-            )
+            remaining_s = deadline.remaining_s()
+            timeout_s = HANDOFF_TIMEOUT_S if math.isinf(remaining_s) else remaining_s
             return DecodeHandler(
-                parts, inbox, event_sender, request, reservation, source, alike, patience_s
+                parts, inbox, event_sender, request, reservation, source, alike, timeout_s
             )
 
         await serve(parts, request, take_place)

@@ -14,7 +14,6 @@ cannot finish by its deadline, even at the best recent rate, fails before its ne
 the engine thread.
 """
 
-import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ from prefill.prompts import (
     Scored,
     Started,
 )
-from runtime.clock import Clock
+from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import (
     BatonError,
     CapacityError,
@@ -88,7 +87,7 @@ class PrefillScheduler:
         emit: PrefillEmitter,
         *,
         blocks: tuple[bytes, ...] = (),
-        ends_at_s: float = math.inf,
+        deadline: Deadline = NO_DEADLINE,
     ) -> int:
         """Queue a request with a deadline; return the key that identifies it in batches.
 
@@ -115,7 +114,7 @@ class PrefillScheduler:
             )
         key = next(self.keys)
         entry = PrefillEntry(
-            key, request, emit, blocks=blocks, ends_at_s=ends_at_s, arrived_s=self.clock.now()
+            key, request, emit, blocks=blocks, deadline=deadline, arrived_s=self.clock.now()
         )
         self._entries[key] = entry
         insort(self._queue, entry.turn)
@@ -265,16 +264,16 @@ class PrefillScheduler:
         return taken
 
     def _drop_late(self) -> None:
-        now_s = self.clock.now()
+        now_s = self.clock.now()  # once for all entries, of the clock that deadlines are by
         for entry in (*self._running, *self._queued):
-            if now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
+            if now_s + self._best_pace.least_s(entry.remaining) <= entry.deadline.at_s:
                 continue
-            if now_s + self._best_pace.least_s(self._least_tokens(entry)) > entry.ends_at_s:
+            if now_s + self._best_pace.least_s(self._least_tokens(entry)) > entry.deadline.at_s:
                 self._fail(
                     entry,
                     DeadlineError(
                         f"{entry.remaining} tokens of the prompt cannot be computed within the "
-                        f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"
+                        f"{entry.deadline.remaining_s():.2g} s that its deadline leaves"
                     ),
                 )
 

@@ -25,7 +25,7 @@ from prefill.prompts import FirstToken, PrefillEntryEvent, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc, transfer_pb2
-from runtime.clock import SystemClock
+from runtime.clock import Deadline, SystemClock
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -356,7 +356,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         request = read_request(parts, opening.input.open.request, role="prefill")
         inbox: PrefillInbox = opening.inbox
         emit = partial(parts.post.put, inbox.happened)
-        ends_at_s = parts.ranks.schedulers[0].clock.now() + opening.ends_in_s
+        deadline = Deadline.after(parts.ranks.schedulers[0].clock, opening.timeout_s)
 
         async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
@@ -365,7 +365,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     request,
                     blocks,
                     lambda scheduler: scheduler.submit(
-                        request, emit, blocks=blocks, ends_at_s=ends_at_s
+                        request, emit, blocks=blocks, deadline=deadline
                     ),
                 ),
                 undo=lambda taken: parts.ranks.of(taken).release(taken),

@@ -2,7 +2,6 @@
 rank.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,7 @@ from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLe
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
-from runtime.clock import Clock
+from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import BatonError, CapacityError
 from runtime.observe.metrics import CacheMetrics
 
@@ -42,7 +41,7 @@ class Entry(Generic[EventT]):
     pages: PageLease | None = None  # None while it waits
     slot: SlotLease | None = None
     in_flight: int = 0  # batches that contain it
-    ends_at_s: float = math.inf  # its deadline, in the clock's seconds
+    deadline: Deadline = NO_DEADLINE  # by the clock of its scheduler
     released: bool = False
     # Set when its owner is notified and will release it; its computed tokens are not valid.
     has_failed: bool = False

@@ -23,7 +23,7 @@ from pool.request.conversion import check_grammar, request_from_proto
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from protos import types_pb2
-from runtime.clock import STALLED_S
+from runtime.clock import STALLED_S, Deadline, LoopClock
 from runtime.digests import block_names
 from runtime.errors import UnavailableError
 from runtime.observe.log import rebind
@@ -180,17 +180,16 @@ async def _in_time(drained: asyncio.Event) -> bool:
     Time during which this process was stopped does not count, because it must first read the
     reports that arrived meanwhile.
     """
-    loop = asyncio.get_running_loop()
-    due_at = loop.time() + DRAIN_TIMEOUT_S
+    clock = LoopClock()
+    deadline = Deadline.after(clock, DRAIN_TIMEOUT_S)
     while not drained.is_set():
         try:
-            async with asyncio.timeout_at(due_at):
+            async with asyncio.timeout(deadline.remaining_s()):
                 await drained.wait()
         except TimeoutError:
-            now = loop.time()
-            if now - due_at < STALLED_S:
+            if deadline.overrun_s() < STALLED_S:
                 break
-            due_at = now + DRAIN_TIMEOUT_S
+            deadline = Deadline.after(clock, DRAIN_TIMEOUT_S)
     return drained.is_set()
 
 

@@ -45,12 +45,12 @@ LATE_S = 0.25
 
 @dataclass(frozen=True)
 class Opening(Generic[InputT, EventT]):
-    """A request that begins. `ends_in_s` is in seconds, infinite without a deadline."""
+    """A request that begins. `timeout_s` is infinite without a deadline."""
 
     input: InputT
     inbox: Inbox[InputT, Any]
     event_sender: EventSender[EventT]
-    ends_in_s: float
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -239,17 +239,17 @@ class RouterCall(Generic[InputT, EventT]):
                 f"{self._max_open} requests of one router are in progress, which is the limit",
                 resource="requests",
             )
-        ends_in_s = _time_left_s(self._kind.context_of(item))
+        timeout_s = _timeout_s(self._kind.context_of(item))
         timer = None
-        if not math.isinf(ends_in_s):
+        if not math.isinf(timeout_s):
             timer = asyncio.get_running_loop().call_later(
-                ends_in_s + LATE_S, _out_of_time, call, ends_in_s
+                timeout_s + LATE_S, _out_of_time, call, timeout_s
             )
         self._num_admitted += 1
         try:
             with self._calls.place():
                 await self._kind.serve(
-                    Opening(item, request.inbox, request.event_sender, ends_in_s)
+                    Opening(item, request.inbox, request.event_sender, timeout_s)
                 )
         finally:
             self._num_admitted -= 1
@@ -289,10 +289,10 @@ class RouterCall(Generic[InputT, EventT]):
             await asyncio.wait(tasks, timeout=END_S)
 
 
-def _out_of_time(call: OpenCall, ends_in_s: float) -> None:
+def _out_of_time(call: OpenCall, timeout_s: float) -> None:
     call.expel(
         DeadlineError(
-            f"the request did not end within the {ends_in_s:.3g} s that its deadline left"
+            f"the request did not end within the {timeout_s:.3g} s that its deadline left"
         )
     )
 
@@ -305,7 +305,7 @@ def _trace_of(context: types_pb2.RequestContext) -> Metadata:
     )
 
 
-def _time_left_s(context: types_pb2.RequestContext) -> float:
+def _timeout_s(context: types_pb2.RequestContext) -> float:
     """Return the seconds until the deadline, infinite without one.
 
     Raises:

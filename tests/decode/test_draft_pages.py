@@ -1,7 +1,6 @@
 """Where a draft keeps its part: what is shared with other requests, or kept for later ones, is
 never written again."""
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,7 +67,6 @@ class Pool:
             _ignored,
             blocks=self.blocks,
             compatibility=DRAFTING,
-            ends_at_s=math.inf,
         ).key
 
     @property

@@ -14,7 +14,7 @@ from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from pool.request.entry import Failed
-from runtime.clock import ManualClock
+from runtime.clock import Deadline, ManualClock
 from runtime.errors import (
     CapacityError,
     DeadlineError,
@@ -86,10 +86,12 @@ def joined(
     wanted: Request,
     first_token: int = 100,
     *,
-    ends_at_s: float = math.inf,
+    timeout_s: float = math.inf,
 ) -> tuple[int, Client]:
     client = Client()
-    key = scheduler.reserve(wanted, client.events.append, ends_at_s=ends_at_s).key
+    key = scheduler.reserve(
+        wanted, client.events.append, deadline=Deadline.after(scheduler.clock, timeout_s)
+    ).key
     scheduler.join(key, first_token)
     return key, client
 
@@ -314,8 +316,8 @@ def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests_alike() -> 
 def test_no_step_is_for_what_is_past_its_deadline() -> None:
     scheduler = make()
     assert isinstance(scheduler.clock, ManualClock)
-    late, late_client = joined(scheduler, request(), ends_at_s=5.0)
-    punctual, _ = joined(scheduler, request(), ends_at_s=50.0)
+    late, late_client = joined(scheduler, request(), timeout_s=5.0)
+    punctual, _ = joined(scheduler, request(), timeout_s=50.0)
     both = scheduler.next_batch()
     assert both is not None
     assert both.request_keys == (late, punctual)
@@ -340,7 +342,7 @@ def test_no_replay_is_for_what_is_past_its_deadline() -> None:
     scheduler = make(num_pages=7)
     assert isinstance(scheduler.clock, ManualClock)
     oldest, _ = joined(scheduler, request(max_tokens=16))
-    _, late = joined(scheduler, request(max_tokens=16), ends_at_s=5.0)
+    _, late = joined(scheduler, request(max_tokens=16), timeout_s=5.0)
     while scheduler.load().queued_requests == 0:
         run(scheduler, 1)
     scheduler.clock.advance(6.0)

@@ -298,7 +298,7 @@ def test_a_token_that_was_not_drawn_fails_its_request_alone() -> None:
 def test_what_is_late_takes_no_step_ahead() -> None:
     scheduler = make()
     assert isinstance(scheduler.clock, ManualClock)
-    late, client = joined(scheduler, request(), ends_at_s=5.0)
+    late, client = joined(scheduler, request(), timeout_s=5.0)
     punctual, _ = joined(scheduler, request())
     first = launched(scheduler)
     scheduler.clock.advance(6.0)

@@ -21,7 +21,7 @@ from prefill.prompts import (
     Started,
 )
 from prefill.scheduler import PrefillScheduler
-from runtime.clock import ManualClock
+from runtime.clock import Deadline, ManualClock
 from runtime.digests import block_names
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError, PeerLostError
 from runtime.pace import MIN_PROMPTS
@@ -59,11 +59,13 @@ def make(
 
 
 def submit(
-    scheduler: PrefillScheduler, prompt: int, *, priority: int = 0, ends_at_s: float = math.inf
+    scheduler: PrefillScheduler, prompt: int, *, priority: int = 0, timeout_s: float = math.inf
 ) -> tuple[int, Client]:
     client = Client()
     wanted = Request("r", tuple(range(prompt)), 5, SamplingParams(temperature=0), priority=priority)
-    return scheduler.submit(wanted, client.events.append, ends_at_s=ends_at_s), client
+    return scheduler.submit(
+        wanted, client.events.append, deadline=Deadline.after(scheduler.clock, timeout_s)
+    ), client
 
 
 def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
@@ -271,7 +273,7 @@ def test_a_step_looks_at_each_waiting_prompt_a_few_times() -> None:
     scheduler._entries = entries
     submit(scheduler, 4000)
     for _ in range(count):
-        submit(scheduler, 9, ends_at_s=1000)
+        submit(scheduler, 9, timeout_s=1000)
     batch = scheduler.next_batch()
     assert batch is not None
     assert len(batch.request_keys) > 1, "one of the short ones had its share"
@@ -387,7 +389,7 @@ def cached(
 
 
 def submit_named(
-    scheduler: PrefillScheduler, prompt: int, first: int = 0, *, ends_at_s: float = math.inf
+    scheduler: PrefillScheduler, prompt: int, first: int = 0, *, timeout_s: float = math.inf
 ) -> tuple[int, Client]:
     client, tokens = Client(), tuple(range(first, first + prompt))
     wanted = Request("r", tokens, 1, SamplingParams(temperature=0))
@@ -395,7 +397,7 @@ def submit_named(
         wanted,
         client.events.append,
         blocks=block_names(tokens, 4, compatibility="x"),
-        ends_at_s=ends_at_s,
+        deadline=Deadline.after(scheduler.clock, timeout_s),
     ), client
 
 
@@ -426,7 +428,7 @@ def test_who_failed_in_the_queue_holds_no_slot() -> None:
     clock = scheduler.clock
     assert isinstance(clock, ManualClock)
     submit_named(scheduler, 20)
-    submit_named(scheduler, 20, 900, ends_at_s=1.0)
+    submit_named(scheduler, 20, 900, timeout_s=1.0)
     first = scheduler.next_batch()
     assert first is not None
     answer(scheduler, first)
@@ -475,8 +477,8 @@ def failure(client: Client) -> BaseException | None:
 def test_what_is_past_its_deadline_is_never_computed() -> None:
     scheduler = make(num_slots=3)
     assert isinstance(scheduler.clock, ManualClock)
-    late, late_client = submit(scheduler, 4, ends_at_s=1.0)
-    punctual, _ = submit(scheduler, 4, ends_at_s=3.0)
+    late, late_client = submit(scheduler, 4, timeout_s=1.0)
+    punctual, _ = submit(scheduler, 4, timeout_s=3.0)
     scheduler.clock.advance(2.0)
     assert drain(scheduler) == [[(punctual, 0, 4)]]
     assert isinstance(failure(late_client), DeadlineError)
@@ -502,9 +504,8 @@ def at_a_hundred_tokens_per_s() -> PrefillScheduler:
 
 def test_what_cannot_be_computed_in_time_is_not_begun() -> None:
     scheduler = at_a_hundred_tokens_per_s()
-    now_s = scheduler.clock.now()
-    hopeless, client = submit(scheduler, 800, ends_at_s=now_s + 7.9)
-    possible, _ = submit(scheduler, 800, ends_at_s=now_s + 8.1)
+    hopeless, client = submit(scheduler, 800, timeout_s=7.9)
+    possible, _ = submit(scheduler, 800, timeout_s=8.1)
     batch = scheduler.next_batch()
     assert batch is not None
     assert spans(batch) == [(possible, 0, 8)]
@@ -516,7 +517,7 @@ def test_what_cannot_be_computed_in_time_is_not_begun() -> None:
 def test_what_becomes_hopeless_half_way_is_computed_no_further() -> None:
     scheduler = at_a_hundred_tokens_per_s()
     assert isinstance(scheduler.clock, ManualClock)
-    key, client = submit(scheduler, 800, ends_at_s=scheduler.clock.now() + 9.0)
+    key, client = submit(scheduler, 800, timeout_s=9.0)
     first = scheduler.next_batch()
     assert first is not None
     scheduler.clock.advance(

@@ -365,7 +365,7 @@ async def test_a_request_ends_with_its_deadline_and_others_do_not(
     )
     with pytest.raises(DeadlineError, match=r"within the 0\.05 s"):
         await short.ended()
-    assert math.isinf(pool.requests["b"].ends_in_s)
+    assert math.isinf(pool.requests["b"].timeout_s)
     await goes_on(pool, none, "b")
     await goes_on(pool, long, "c")
     await call.drop()
