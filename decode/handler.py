@@ -33,7 +33,7 @@ from runtime.observe.tracing import begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
-from transfer.session import ReceiveSession, SessionDeadlines
+from transfer.session import ReceiveSession, SessionTimeouts
 from transfer.session_states import ReceiveState
 from transfer.transport.authenticator import new_key
 
@@ -89,7 +89,7 @@ class DecodeHandler:
             secrets.token_hex(8),
             num_stages=parts.leader.group.session_size,
             clock=SystemClock(),
-            deadlines=SessionDeadlines.within(timeout_s),
+            timeouts=SessionTimeouts.within(timeout_s),
         )
         self._is_open = False
         self._with_draft = False  # whether the draft model's state is sent as well
@@ -193,7 +193,7 @@ class DecodeHandler:
         while session.state is ReceiveState.RESERVED:
             # HandoffError, because another pool may do better.
             new_source = await self._handle_arrival(
-                session.time_left_s(), "every stage to post its receives", HandoffError
+                session.remaining_s(), "every stage to post its receives", HandoffError
             )
             if new_source is not None:
                 return new_source
@@ -219,7 +219,7 @@ class DecodeHandler:
                 raise session.error
             failure = session.error
             try:
-                new_source = await self._handle_arrival(session.time_left_s(), "the prompt to land")
+                new_source = await self._handle_arrival(session.remaining_s(), "the prompt to land")
             except DeadlineError:
                 if failure is None:
                     raise

@@ -142,7 +142,7 @@ class PrefillHandler:
             )
         if self._session is not None:
             return (
-                self._session.time_left_s(),
+                self._session.remaining_s(),
                 _WAITS.get(self._session.state, "the session to end"),
                 HandoffError,
             )

@@ -11,14 +11,14 @@ DRAINED for the current epoch. A stage starts an epoch only after it has drained
 so the current epoch covers all of them.
 
 The two sides never wait for each other. Each one follows
-only the reports of its own stages, its deadlines and the end of its stream.
+only the reports of its own stages, its timeouts and the end of its stream.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Self
 
-from runtime.clock import Clock
+from runtime.clock import Clock, Deadline
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -40,11 +40,11 @@ from transfer.session_states import (
 
 
 @dataclass(frozen=True)
-class SessionDeadlines:
-    """Limits in seconds of the states of a session.
+class SessionTimeouts:
+    """Timeouts of the states of a session, in seconds.
 
     In order: opening on every stage, moving the bytes, waiting for the commit. After a failure:
-    waiting for the report that the source is lost, then for another source. No limit starts while
+    waiting for the report that the source is lost, then for another source. No timeout starts while
     the request is still queued.
     """
 
@@ -55,9 +55,9 @@ class SessionDeadlines:
     replace_s: float = 120.0
 
     @classmethod
-    def within(cls, patience_s: float) -> Self:
-        """Return the limits of a request that waits this long for a prefill, local or remote."""
-        return cls(move_s=patience_s, finish_s=patience_s, replace_s=patience_s)
+    def within(cls, timeout_s: float) -> Self:
+        """Return the timeouts of a request that waits this long for a prefill, local or remote."""
+        return cls(move_s=timeout_s, finish_s=timeout_s, replace_s=timeout_s)
 
 
 _StageError = type[HandoffError] | type[PeerLostError] | type[DeadlineError] | type[InternalError]
@@ -70,7 +70,7 @@ _SEND_ERRORS: dict[str, _StageError] = _ERRORS | {PeerLostError.reason: HandoffE
 
 
 class _Session(Generic[State]):
-    """State shared by both sides: reports by stage, epochs, deadlines."""
+    """State shared by both sides: reports by stage, epochs, timeouts."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Session(Generic[State]):
         num_stages: int,
         clock: Clock,
         table: Table[State],
-        deadlines: Mapping[State, float],
+        timeouts: Mapping[State, float],
         first: State,
         errors: Mapping[str, _StageError] = _ERRORS,
     ) -> None:
@@ -94,7 +94,7 @@ class _Session(Generic[State]):
         self._num_stages = num_stages
         self._clock = clock
         self._table: Table[State] = table
-        self._deadlines: Mapping[State, float] = deadlines
+        self._timeouts: Mapping[State, float] = timeouts
         self._errors = errors
         self._reports: dict[int, set[StageSessionState]] = {}
         self._entered_at_s = clock.now()
@@ -178,19 +178,19 @@ class _Session(Generic[State]):
         self._fail(error)
         return self.state
 
-    def time_left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Return the seconds until the current state must end, never negative; None if unlimited.
 
         The task that serves the session waits that long at most, then aborts it.
         """
-        limit_s = self._limit_s()
-        return (
-            None if limit_s is None else max(0.0, self._entered_at_s + limit_s - self._clock.now())
-        )
+        timeout_s = self._timeout_s()
+        if timeout_s is None:
+            return None
+        return Deadline(self._clock, self._entered_at_s + timeout_s).remaining_s()
 
-    def _limit_s(self) -> float | None:
-        """Return the limit of the current state in seconds, or None."""
-        return self._deadlines.get(self.state)
+    def _timeout_s(self) -> float | None:
+        """Return the timeout of the current state in seconds, or None."""
+        return self._timeouts.get(self.state)
 
     @property
     def _is_closing(self) -> bool:
@@ -230,23 +230,23 @@ class ReceiveSession(_Session[ReceiveState]):
         *,
         num_stages: int,
         clock: Clock,
-        deadlines: SessionDeadlines | None = None,
+        timeouts: SessionTimeouts | None = None,
     ) -> None:
-        limits = deadlines or SessionDeadlines()
+        timeouts = timeouts or SessionTimeouts()
         super().__init__(
             session_id,
             num_stages=num_stages,
             clock=clock,
             table=RECEIVE_TRANSITIONS,
             first=ReceiveState.RESERVED,
-            deadlines={
-                ReceiveState.RESERVED: limits.open_s,
-                ReceiveState.RECEIVING: limits.move_s,
-                ReceiveState.COMPLETE: limits.finish_s,
-                ReceiveState.FAILED: limits.report_s,
+            timeouts={
+                ReceiveState.RESERVED: timeouts.open_s,
+                ReceiveState.RECEIVING: timeouts.move_s,
+                ReceiveState.COMPLETE: timeouts.finish_s,
+                ReceiveState.FAILED: timeouts.report_s,
             },
         )
-        self._replace_s = limits.replace_s
+        self._replace_s = timeouts.replace_s
         self._is_source_lost = False
 
     def source_lost(self) -> None:
@@ -280,10 +280,10 @@ class ReceiveSession(_Session[ReceiveState]):
         self._reports.clear()
         return self.epoch
 
-    def _limit_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         if self.state is ReceiveState.FAILED and self._is_source_lost:
             return self._replace_s
-        return super()._limit_s()
+        return super()._timeout_s()
 
 
 class SendSession(_Session[SendState]):
@@ -299,9 +299,9 @@ class SendSession(_Session[SendState]):
         epoch: int,
         num_stages: int,
         clock: Clock,
-        deadlines: SessionDeadlines | None = None,
+        timeouts: SessionTimeouts | None = None,
     ) -> None:
-        limits = deadlines or SessionDeadlines()
+        timeouts = timeouts or SessionTimeouts()
         super().__init__(
             session_id,
             num_stages=num_stages,
@@ -309,10 +309,10 @@ class SendSession(_Session[SendState]):
             table=SEND_TRANSITIONS,
             first=SendState.PLANNED,
             errors=_SEND_ERRORS,
-            deadlines={
-                SendState.PLANNED: limits.open_s,
-                SendState.SENDING: limits.move_s,
-                SendState.SENT: limits.finish_s,
+            timeouts={
+                SendState.PLANNED: timeouts.open_s,
+                SendState.SENDING: timeouts.move_s,
+                SendState.SENT: timeouts.finish_s,
             },
         )
         self.epoch = epoch
@@ -334,9 +334,9 @@ class SendSession(_Session[SendState]):
         """
         return self._finish()
 
-    def _limit_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         return (
             None
             if self.state is SendState.SENDING and not self._is_computed
-            else super()._limit_s()
+            else super()._timeout_s()
         )

@@ -330,6 +330,7 @@ class StageRanks:
         """Send bytes to ranks and receive those of others into their places, piece by piece."""
         assert self._parts is not None, "checked before"
         at_once = self._parts.max_bytes
+        # A float rather than a Deadline, as every exchange has one.
         deadline_s = time.monotonic() + self._wait_s
         longest = max((len(data) for _, data in (*outgoing, *coming)), default=0)
         for start in range(0, max(1, longest), at_once):
@@ -386,15 +387,15 @@ class StageRanks:
     def _next_piece(self, rank: int, into: memoryview, deadline_s: float) -> PartPiece:
         assert self._parts is not None, "something was sent before"
         while True:
-            left_s = deadline_s - time.monotonic()
-            piece = self._parts.receive(rank, into, timeout_s=max(0.0, min(_LOOK_S, left_s)))
+            remaining_s = deadline_s - time.monotonic()
+            piece = self._parts.receive(rank, into, timeout_s=max(0.0, min(_LOOK_S, remaining_s)))
             if piece is not None:
                 return piece
             if self._is_abandoned.is_set():
                 raise PeerLostError(
                     f"the pool broke while rank {self.own.rank} waited for {self._name(rank)}"
                 )
-            if left_s <= 0:
+            if remaining_s <= 0:
                 raise PeerLostError(
                     f"rank {self.own.rank} of stage {self._stage} has waited {self._wait_s:g} s "
                     f"for {self._name(rank)}: {self._where} did not arrive"

@@ -65,6 +65,7 @@ class ResultCollector:
         """Implement `Pipeline.collect`."""
         if not self._due:
             return None
+        # A float rather than a Deadline, as every step has one.
         deadline_s = time.monotonic() + timeout_s
         (sequence, step) = self._due[0]
         for data_rank, batch in enumerate(step):

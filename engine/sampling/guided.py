@@ -226,6 +226,7 @@ class GuidedSampler:
             StalledError: the job did not get enough computing time.
         """
         if self._deadline_s is None:
+            # A float rather than a Deadline, as every step has one.
             self._deadline_s = time.monotonic() + STEP_WAIT_S
         if not job.wait(self._deadline_s):
             text.give_up(job, f"{STEP_WAIT_S:g} s of a step")

@@ -216,6 +216,7 @@ class PartMemory:
             DeadlineError: a rank has not read in time.
             PeerLostError: a rank is lost or the pool broke.
         """
+        # A float rather than a Deadline, as every piece has one.
         deadline_s = time.monotonic() + timeout_s
         for rank in ranks:
             lane = self._to[rank][1]
@@ -246,6 +247,7 @@ class PartMemory:
             PeerLostError: the rank is lost or the pool broke.
         """
         lane = self._from[rank]
+        # A float rather than a Deadline, as every piece has one.
         deadline_s = time.monotonic() + timeout_s
         while True:
             if not lane.has_piece() and not self._wait(rank, lane.has_piece, deadline_s):
@@ -317,11 +319,11 @@ class PartMemory:
                 raise PeerLostError(
                     f"the pool broke while rank {self._rank} of it waited for rank {rank}"
                 )
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
                 self._spinner.timed_out()
                 return False
-            time.sleep(min(nap_s, left_s))
+            time.sleep(min(nap_s, remaining_s))
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
         self._spinner.succeeded()
         return True

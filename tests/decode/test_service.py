@@ -43,7 +43,7 @@ from tests.support.pool.local_pool import call
 from tests.support.transfer.handoff import assert_handed_over
 from transfer.plan import codec
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionState
-from transfer.session import ReceiveSession, SessionDeadlines
+from transfer.session import ReceiveSession, SessionTimeouts
 
 OPEN, COMPLETE, DRAINED = (
     StageSessionState.OPEN,
@@ -266,7 +266,7 @@ async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals
 
 
 @dataclass(frozen=True)
-class Impatient(SessionDeadlines):
+class Impatient(SessionTimeouts):
     """Waits 0.1 s for the word that a source is lost."""
 
     report_s: float = 0.1
@@ -374,7 +374,7 @@ async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason
 ) -> None:
     """Its router knows of no failure and would wait for the commit until the deadline; so it learns
     of this one."""
-    monkeypatch.setattr(handler, "SessionDeadlines", Impatient)
+    monkeypatch.setattr(handler, "SessionTimeouts", Impatient)
     stream, session_id = await to_failed(pools)
     with pytest.raises(PeerLostError):
         await stream.ended()
@@ -385,7 +385,7 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one may queue for long on another worker."""
-    monkeypatch.setattr(handler, "SessionDeadlines", Impatient)
+    monkeypatch.setattr(handler, "SessionTimeouts", Impatient)
     stream, destination = await pools.open()
     stream.send(pb.DecodeInput(source_lost=pb.DecodeSourceLost()))
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
@@ -452,7 +452,7 @@ async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None
 async def test_stages_that_do_not_post_in_time_are_no_deadline_and_another_pool_may_do_better(
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SessionDeadlines, "within", lambda _: SessionDeadlines(open_s=0.01))
+    monkeypatch.setattr(SessionTimeouts, "within", lambda _: SessionTimeouts(open_s=0.01))
     group = pools.service._parts.leader.group
     open_receive = group.open_receive
 

@@ -50,7 +50,7 @@ from tests.support.pool.streams import Stream, call_tracker, prefill_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
-from transfer.session import SendSession, SessionDeadlines
+from transfer.session import SendSession, SessionTimeouts
 
 
 @dataclass
@@ -256,7 +256,7 @@ async def test_each_state_of_a_handoff_that_lasts_too_long_is_named_and_another_
     monkeypatch.setattr(
         prefill_service,
         "SendSession",
-        partial(SendSession, deadlines=replace(SessionDeadlines(), **{limit: 0.01})),
+        partial(SendSession, timeouts=replace(SessionTimeouts(), **{limit: 0.01})),
     )
     async with sending_pool() as pools:
         sessions: list[SendSession] = []

@@ -8,7 +8,7 @@ from runtime.clock import ManualClock
 from runtime.errors import HandoffError, IntegrityError, InternalError, PeerLostError
 from transfer.agent.prompts import Tombstones
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
-from transfer.session import ReceiveSession, SendSession, SessionDeadlines
+from transfer.session import ReceiveSession, SendSession, SessionTimeouts
 from transfer.session_states import (
     RECEIVE_TRANSITIONS,
     SEND_TRANSITIONS,
@@ -22,7 +22,7 @@ OPEN, COMPLETE, DRAINED = (
     StageSessionState.COMPLETE,
     StageSessionState.DRAINED,
 )
-DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, report_s=5, replace_s=20)
+TIMEOUTS = SessionTimeouts(open_s=10, move_s=60, finish_s=30, report_s=5, replace_s=20)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def session(clock: ManualClock) -> ReceiveSession:
-    return ReceiveSession("s", num_stages=2, clock=clock, deadlines=DEADLINES)
+    return ReceiveSession("s", num_stages=2, clock=clock, timeouts=TIMEOUTS)
 
 
 def report(
@@ -202,12 +202,12 @@ def test_every_state_has_a_deadline(
     for state in (OPEN, COMPLETE)[:num_reports]:
         clock.advance(9)
         all_stages(session, state)
-    assert session.time_left_s() == limit_s, "counted from the state's beginning"
+    assert session.remaining_s() == limit_s, "counted from the state's beginning"
     clock.advance(limit_s - 1)
     session.on_stage_event(0, report(OPEN))
-    assert session.time_left_s() == 1, "whatever happens within it"
+    assert session.remaining_s() == 1, "whatever happens within it"
     clock.advance(2)
-    assert session.time_left_s() == 0
+    assert session.remaining_s() == 0
 
 
 @pytest.mark.parametrize("is_told_before", [True, False])
@@ -216,45 +216,45 @@ def test_a_failed_session_waits_for_the_word_that_its_source_is_lost_and_then_fo
 ) -> None:
     if is_told_before:
         session.source_lost()
-        assert session.time_left_s() == 10, "changes nothing while nothing has failed"
+        assert session.remaining_s() == 10, "changes nothing while nothing has failed"
     session.fail(HandoffError("the source is gone"))
     if not is_told_before:
-        assert session.time_left_s() == 5
+        assert session.remaining_s() == 5
         clock.advance(4)
         session.source_lost()
-    assert session.time_left_s() == 20
+    assert session.remaining_s() == 20
     clock.advance(19)
-    assert session.time_left_s() == 1
+    assert session.remaining_s() == 1
     session.next_epoch()
     session.fail(HandoffError("that one, too"))
-    assert session.time_left_s() == 5, "of this source nothing is known"
+    assert session.remaining_s() == 5, "of this source nothing is known"
 
 
 def test_a_prompt_that_is_computed_moves_as_long_as_that_takes(clock: ManualClock) -> None:
-    session = SendSession("s", epoch=0, num_stages=2, clock=clock, deadlines=DEADLINES)
-    assert session.time_left_s() == 10
+    session = SendSession("s", epoch=0, num_stages=2, clock=clock, timeouts=TIMEOUTS)
+    assert session.remaining_s() == 10
     all_stages(session, OPEN)
     clock.advance(1000)
-    assert session.time_left_s() is None
+    assert session.remaining_s() is None
     session.computed()
-    assert session.time_left_s() == 60
+    assert session.remaining_s() == 60
     all_stages(session, COMPLETE)
-    assert session.time_left_s() == 30
+    assert session.remaining_s() == 30
 
 
 def test_a_prompt_that_was_computed_before_its_landing_came_has_its_time_from_then(
     clock: ManualClock,
 ) -> None:
-    session = SendSession("s", epoch=0, num_stages=2, clock=clock, deadlines=DEADLINES)
+    session = SendSession("s", epoch=0, num_stages=2, clock=clock, timeouts=TIMEOUTS)
     session.computed()
     clock.advance(9)
     all_stages(session, OPEN)
-    assert session.time_left_s() == 60
+    assert session.remaining_s() == 60
 
 
 def test_a_final_state_has_no_deadline(session: ReceiveSession) -> None:
     session.abort("gone")
-    assert session.time_left_s() is None
+    assert session.remaining_s() is None
 
 
 def test_a_lost_stage_has_nothing_left_to_drain(session: ReceiveSession) -> None:

@@ -67,7 +67,9 @@ class DoneLayer(NamedTuple):
 class _Launched:
     layer: DoneLayer
     event: DeviceEvent
-    until_s: float
+    # A float rather than a Deadline, as every layer of every chunk has one. It is by the clock of
+    # the gate.
+    deadline_s: float
 
 
 class LayerGate:
@@ -126,7 +128,7 @@ class LayerGate:
         """Return an error for each request with a layer that took too long, and drop its layers."""
         errors: dict[int, HandoffError] = {}
         now = self._clock.now()
-        while self._launched and now >= self._launched[0].until_s:
+        while self._launched and now >= self._launched[0].deadline_s:
             layer = self._launched[0].layer
             errors[layer.request_key] = HandoffError(
                 f"layer {layer.layer_id} was not done {self._timeout_s} s after its launch on the device "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from runtime.clock import Clock
+from runtime.clock import Clock, Deadline
 from runtime.errors import BatonError
 from transfer.agent.stage_transfer import StageTransfer
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Closing:
-    """Closed transfer with pending operations. Its connections are cut at `cut_at_s`."""
+    """Closed transfer with pending operations. Its connections are cut at the deadline."""
 
     transfer: StageTransfer
     closed_at_s: float
-    cut_at_s: float
+    deadline: Deadline
 
 
 class TransferTable:
@@ -86,10 +86,11 @@ class TransferTable:
     def close(self, session_id: str) -> None:
         """Stop the session's transfers; each reports DRAINED when its operations have ended."""
         now = self._clock.now()
+        deadline = Deadline.after(self._clock, self._drain_s)
         for transfer in (self._open.pop(session_id, None), self._next.pop(session_id, None)):
             if transfer is not None:
                 transfer.stop()
-                self._closing.append(_Closing(transfer, now, now + self._drain_s))
+                self._closing.append(_Closing(transfer, now, deadline))
 
     def close_transfer(self, transfer: StageTransfer) -> None:
         """Close this transfer, unless a newer epoch has replaced it."""
@@ -140,21 +141,20 @@ class TransferTable:
             ):
                 self._start(self._next.pop(transfer.session_id))
         self._settle()
-        now = self._clock.now()
         busy = [closing for closing in self._closing if closing.transfer.num_outstanding]
         for closing in busy:
-            if now >= closing.cut_at_s:
+            if closing.deadline.is_over:
                 logger.warning(
                     "session %s epoch %d: %d operations have not ended %.1f s after the close, cutting "
                     "their connections",
                     closing.transfer.session_id,
                     closing.transfer.epoch,
                     closing.transfer.num_outstanding,
-                    now - closing.closed_at_s,
+                    self._clock.now() - closing.closed_at_s,
                 )
                 self._cut(operation.peer for operation in closing.transfer.outstanding)
-                closing.cut_at_s = now + self._drain_s
-        return min([idle_s, *(closing.cut_at_s - now for closing in busy)])
+                closing.deadline = Deadline.after(self._clock, self._drain_s)
+        return min([idle_s, *(closing.deadline.remaining_s() for closing in busy)])
 
     def fail_all(self, error: BatonError) -> None:
         """Fail all transfers, because the stage can no longer serve."""

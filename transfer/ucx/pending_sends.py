@@ -18,9 +18,9 @@ _BESIDE_WAIT_S = 2e-4  # shared memory does not report that a full queue has roo
 class PendingSend:
     """Frame that UCX has not sent completely.
 
-    `request` needs `frame` until it is completed. At `deadline_s` of the monotonic clock the
-    receiver counts as lost, because it has not accepted the whole frame within `timeout_s`. The
-    result of an abandoned send is ignored.
+    `request` needs `frame` until it is completed. At `deadline_s` of `time.monotonic` the receiver
+    counts as lost, because it has not accepted the whole frame within `timeout_s`. It is a float
+    rather than a Deadline, as every frame has one. The result of an abandoned send is ignored.
     """
 
     rank: int

@@ -157,6 +157,7 @@ class UcxStageChannel:
             raise PeerLostError(f"stage {rank} is not connected: the pool has not formed yet")
         with self._pending.using:
             self._check(rank)
+            # A float rather than a Deadline, as every frame has one.
             deadline_s = time.monotonic() + timeout_s
             while self._pending.any and not self._pending.has_room(len(frame)):
                 self._dispatch()
@@ -197,6 +198,7 @@ class UcxStageChannel:
             IntegrityError: the frame is not the one that was sent next. The stage counts as lost.
             DeadlineError: as in `send`.
         """
+        # A float rather than a Deadline, as every frame has one.
         deadline_s = time.monotonic() + timeout_s
         with self._pending.using:
             while True:
@@ -236,24 +238,24 @@ class UcxStageChannel:
                 self._wakeup.clear()
                 self._check(rank)
                 return False
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
                 self._spinner.timed_out()
                 return False
             if self._spinner.lasts():
                 os.sched_yield()
             elif self._pending.any:
-                self._wakeup.sleep(min(SEND_WAIT_S, left_s))
+                self._wakeup.sleep(min(SEND_WAIT_S, remaining_s))
             elif num_restless >= RESTLESS_ROUNDS:
                 # Over TCP an unresponsive peer's connection keeps UCX's descriptor readable all the
                 # time.
-                time.sleep(min(RESTLESS_NAP_S, left_s))
+                time.sleep(min(RESTLESS_NAP_S, remaining_s))
                 # Allow one more round only: sixteen rounds take as long as the nap.
                 num_restless = RESTLESS_ROUNDS - 1
             else:
                 num_restless += 1
                 if self._worker.arm():
-                    self._wakeup.sleep(min(RECEIVE_WAIT_S, left_s))
+                    self._wakeup.sleep(min(RECEIVE_WAIT_S, remaining_s))
             if self._dispatch():
                 num_restless = 0
             if self._inboxes.get(rank):
