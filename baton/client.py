@@ -136,7 +136,7 @@ class _Attempts:
     def begin(self) -> tuple[int, pb.GenerateRequest, float | None]:
         """Return the router to call next, the request to send, and the seconds left."""
         self._turn = self._turns.next()
-        return self._turn, wire.request_of(self._answer.query()), self._patience.left_s()
+        return self._turn, wire.request_of(self._answer.query()), self._patience.remaining_s()
 
     def news(self, response: pb.GenerateResponse) -> Iterator[Event]:
         """Yield the parts of a response that have not arrived before."""
@@ -194,7 +194,7 @@ class BatonClient:
         """
         answer = _Attempts(query, timeout_s, self._retry, self._turns)
         while True:
-            turn, request, left_s = answer.begin()
+            turn, request, timeout_s = answer.begin()
             try:
                 with (
                     _typed_errors(),
@@ -203,7 +203,7 @@ class BatonClient:
                             partial(
                                 self._stubs[turn].Generate,
                                 request,
-                                timeout=left_s,
+                                timeout=timeout_s,
                                 metadata=_metadata(traceparent),
                             )
                         )
@@ -328,11 +328,11 @@ class AsyncBatonClient:
         """
         answer = _Attempts(query, timeout_s, self._retry, self._turns)
         while True:
-            turn, request, left_s = answer.begin()
+            turn, request, timeout_s = answer.begin()
             try:
                 with _typed_errors():
                     call = self._stubs[turn].Generate(
-                        request, timeout=left_s, metadata=_metadata(traceparent)
+                        request, timeout=timeout_s, metadata=_metadata(traceparent)
                     )
                     try:
                         async for response in call:

@@ -42,6 +42,7 @@ from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.scrape import scrape_config
 from baton.values import WorkerStatus
 from baton.waiting import GATEWAY_MODULE, reason_of, until_cluster_serves, until_serving
+from runtime.clock import Deadline, LoopClock
 from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError, UnavailableError
 from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer
@@ -187,11 +188,11 @@ class LocalCluster:
         Raises:
             UnavailableError: not all serve after `timeout_s`; the message names those.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = Deadline.after(LoopClock(), timeout_s)
         for process in self.processes.values():
             if process.spec.leads:
-                left_s = max(deadline - asyncio.get_running_loop().time(), 0.1)
-                await until_cluster_serves(process, self._config.security, timeout_s=left_s)
+                remaining_s = max(deadline.remaining_s(), 0.1)
+                await until_cluster_serves(process, self._config.security, timeout_s=remaining_s)
 
     async def restart(self, *names: str, timeout_s: float) -> None:
         """Restart these worker processes together; wait until every pool serves and the router
@@ -200,8 +201,7 @@ class LocalCluster:
         Raises:
             UnavailableError: not all serve after `timeout_s`; the message names those.
         """
-        now = asyncio.get_running_loop().time
-        deadline = now() + timeout_s
+        deadline = Deadline.after(LoopClock(), timeout_s)
         async with AsyncBatonClient(
             self.address, security=self._config.security.to(PeerRole.ROUTER)
         ) as client:
@@ -209,10 +209,10 @@ class LocalCluster:
             await asyncio.gather(
                 *(self.processes[name].restart(grace_s=timeout_s) for name in names)
             )
-            await self.wait_serving(timeout_s=deadline - now())
+            await self.wait_serving(timeout_s=deadline.remaining_s())
             led = sum(self.processes[name].spec.leads for name in names)
             while reasons := _not_back((await client.cluster_status()).workers, before, led):
-                if now() > deadline:
+                if deadline.is_over:
                     raise UnavailableError(
                         f"the router does not see all workers serving after {timeout_s:g} s: {'; '.join(reasons)}"
                     )

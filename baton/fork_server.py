@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from runtime.clock import Deadline, LoopClock
 from runtime.errors import ConfigError, PeerLostError, UnavailableError
 from runtime.process.child_process import program
 from runtime.process.spawn_protocol import (
@@ -157,15 +158,13 @@ class ForkServer:
 
     async def connect(self) -> "ForkServerLink":
         """Connect, or raise UnavailableError if the process cannot be reached."""
-        deadline = asyncio.get_running_loop().time() + _LISTEN_S
+        deadline = Deadline.after(LoopClock(), _LISTEN_S)
         channel = open_socket()
         while True:
             try:
                 channel.connect(str(self._path))
             except OSError as error:
-                if (
-                    code := self._process.poll()
-                ) is not None or asyncio.get_running_loop().time() > deadline:
+                if (code := self._process.poll()) is not None or deadline.is_over:
                     channel.close()
                     reason = error.strerror if code is None else f"it ended with exit code {code}"
                     raise UnavailableError(

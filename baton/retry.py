@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.values import Chunk, Event, PromptLogprobs, Query
-from runtime.clock import Clock
+from runtime.clock import Clock, Deadline
 from runtime.errors import (
     BatonError,
     CapacityError,
@@ -98,12 +98,12 @@ class Targets:
 
 
 class Patience:
-    """Retry budget of one call over all its attempts; `limit_s` is its time limit from now."""
+    """Retry budget of one call over all its attempts, which end `timeout_s` from now."""
 
     def __init__(
         self,
         retry: Retry,
-        limit_s: float | None,
+        timeout_s: float | None,
         num_targets: int,
         clock: Clock,
         rng: random.Random,
@@ -112,16 +112,16 @@ class Patience:
         self._num_targets = num_targets
         self._clock = clock
         self._rng = rng
-        self._ends_at_s = None if limit_s is None else clock.now() + limit_s
+        self._deadline = None if timeout_s is None else Deadline.after(clock, timeout_s)
         self._has_begun = False
         self._failures = 0  # consecutive, without progress
         self._lost = 0
         # end of the server's retry delay, when a failure was last counted
         self._asked_until_s = -math.inf
 
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Return the seconds until the deadline, or None without one."""
-        return None if self._ends_at_s is None else max(0.0, self._ends_at_s - self._clock.now())
+        return None if self._deadline is None else self._deadline.remaining_s()
 
     def progressed(self) -> None:
         """Record that new output arrived."""
@@ -137,8 +137,8 @@ class Patience:
         if not self._may_help(error) or self._failures >= most or self._lost > self._retry.lost:
             raise error
         pause_s = self._pause_s(error)
-        left_s = self.left_s()
-        if left_s is not None and pause_s >= left_s:
+        remaining_s = self.remaining_s()
+        if remaining_s is not None and pause_s >= remaining_s:
             raise error
         return pause_s
 

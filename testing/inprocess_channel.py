@@ -61,17 +61,17 @@ class InProcessChannel:
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
         boxes = self._boxes
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         with boxes.changed:
             queue = boxes.frames.setdefault((rank, self._rank), deque())
             while not queue:
                 if rank in boxes.gone:
                     raise PeerLostError(f"stage {rank} is gone")
-                remaining = deadline - time.monotonic()
-                if self._rank in boxes.woken or remaining <= 0:
+                remaining_s = deadline_s - time.monotonic()
+                if self._rank in boxes.woken or remaining_s <= 0:
                     boxes.woken.discard(self._rank)
                     return None
-                boxes.changed.wait(remaining)
+                boxes.changed.wait(remaining_s)
             boxes.changed.notify_all()
             return memoryview(queue.popleft())
 

@@ -169,10 +169,11 @@ class ReadLimiter:
     def _hurry(self, readings: Iterable[_Reading]) -> None:
         now = asyncio.get_running_loop().time()
         for reading in readings:
-            ends_at = reading.scope.when()
-            until = max(now, reading.since + self._limits.patience_s)
-            if not reading.scope.expired() and (ends_at is None or until < ends_at):
-                reading.scope.reschedule(until)
+            # In loop time, as asyncio's scopes count.
+            before_s = reading.scope.when()
+            deadline_s = max(now, reading.since + self._limits.patience_s)
+            if not reading.scope.expired() and (before_s is None or deadline_s < before_s):
+                reading.scope.reschedule(deadline_s)
 
 
 class CallLimiter:

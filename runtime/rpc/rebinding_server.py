@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from runtime.clock import Deadline, LoopClock
 from runtime.rpc.connections import ConnectionWatch
 
 logger = logging.getLogger(__name__)
@@ -109,13 +110,14 @@ class LastingServer(grpc.aio.Server):
             extra={"ports": ", ".join(self._ports)},
         )
         self._former[self._server] = asyncio.create_task(self._outlasted(self._server))
-        deadline = asyncio.get_running_loop().time() + REBIND_S
+        clock = LoopClock()
+        deadline = Deadline.after(clock, REBIND_S)
         while not await self._taken_again():
-            if asyncio.get_running_loop().time() > deadline:
+            if deadline.is_over:
                 logger.error(
                     "the port could not be reopened yet", extra={"ports": ", ".join(self._ports)}
                 )
-                deadline += REBIND_S
+                deadline = Deadline.after(clock, REBIND_S)
             await asyncio.sleep(LOOK_S)
 
     async def _outlasted(self, server: grpc.aio.Server) -> None:

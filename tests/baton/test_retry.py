@@ -132,14 +132,14 @@ def test_other_routers_are_asked_at_once_and_then_pauses_grow() -> None:
 def test_no_attempt_begins_after_the_deadline() -> None:
     clock = ManualClock()
     of = patience(10.0, clock=clock)
-    assert of.left_s() == 10.0
+    assert of.remaining_s() == 10.0
     of.pause_after(CapacityError("full", resource="pages", retry_after_s=5.0))
     clock.advance(5.5)
-    assert of.left_s() == 4.5
+    assert of.remaining_s() == 4.5
     with pytest.raises(CapacityError):
         of.pause_after(CapacityError("full", resource="pages", retry_after_s=5.0))
     clock.advance(9.0)
-    assert of.left_s() == 0.0
+    assert of.remaining_s() == 0.0
 
 
 def test_no_server_makes_a_client_sleep_for_ever() -> None:

@@ -11,7 +11,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from engine.kernels.host.codegen.file_lock import alone
-with alone(Path(sys.argv[1]), 2 ** 63 - 1, patience_s=60) as held:
+with alone(Path(sys.argv[1]), 2 ** 63 - 1, timeout_s=60) as held:
     print(held, flush=True)
     sys.stdin.read()
 """
@@ -27,18 +27,18 @@ def test_another_process_has_to_wait_and_then_goes_on_without(tmp_path: Path) ->
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
-        with alone(path, 2**63 - 1, patience_s=0.2) as held:
+        with alone(path, 2**63 - 1, timeout_s=0.2) as held:
             assert not held
-        with alone(path, 0, patience_s=0.0) as held:  # of another subject
+        with alone(path, 0, timeout_s=0.0) as held:  # of another subject
             assert held
         holder.communicate()
-    with alone(path, 2**63 - 1, patience_s=0.2) as held:
+    with alone(path, 2**63 - 1, timeout_s=0.2) as held:
         assert held
 
 
 def test_what_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for path in (tmp_path / "absent" / "lock", tmp_path / "link"):
-        with alone(path, 0, patience_s=60) as held:
+        with alone(path, 0, timeout_s=60) as held:
             assert not held
     assert not (tmp_path / "elsewhere").exists()

@@ -252,7 +252,7 @@ def compile_kernel(
             return cfunc(**options, pipeline_class=_refuse, cache=True)(work)
     try:
         with alone(
-            LOCK_FILE, subject, patience_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0
+            LOCK_FILE, subject, timeout_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0
         ) as is_held:
             if not is_held and attempt is not Attempt.WAIT:
                 raise KernelLockedError(name)
