@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import grpc
 
 from baton import wire
-from baton.retry import DEFAULT_RETRY, AnswerSoFar, Patience, Retry, Targets, checked_targets
+from baton.retry import DEFAULT_RETRY, AnswerSoFar, Retry, RetryBudget, Targets, checked_targets
 from baton.values import ClusterStatus, Completion, Event, FlushedCache, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
@@ -88,7 +88,7 @@ def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
     return error_from_rpc(call)
 
 
-def _time_limit(timeout_s: float | None) -> float | None:
+def _checked_timeout(timeout_s: float | None) -> float | None:
     """Return the time limit to pass to gRPC, or None if there is none.
 
     gRPC treats a time that it cannot add to the clock as already over. A limit of more than
@@ -123,8 +123,8 @@ class _Attempts:
             InvalidRequestError: `timeout_s` is not a number.
         """
         self._answer = AnswerSoFar(query, lambda: secrets.randbits(64))
-        self._patience = Patience(
-            retry, _time_limit(timeout_s), len(turns), SystemClock(), random.Random()
+        self._budget = RetryBudget(
+            retry, _checked_timeout(timeout_s), len(turns), SystemClock(), random.Random()
         )
         self._turns = turns
         self._turn = 0
@@ -136,19 +136,19 @@ class _Attempts:
     def begin(self) -> tuple[int, pb.GenerateRequest, float | None]:
         """Return the router to call next, the request to send, and the seconds left."""
         self._turn = self._turns.next()
-        return self._turn, wire.request_of(self._answer.query()), self._patience.remaining_s()
+        return self._turn, wire.request_of(self._answer.query()), self._budget.remaining_s()
 
     def news(self, response: pb.GenerateResponse) -> Iterator[Event]:
         """Yield the parts of a response that have not arrived before."""
         self._turns.answered(self._turn)
         for event in self._answer.news(wire.event_of(response)):
-            self._patience.progressed()
+            self._budget.progressed()
             yield event
 
     def pause_after(self, error: BatonError) -> float:
         """Return the seconds until the next attempt, or raise `error` if there is none."""
         self._turns.failed(self._turn, error)
-        return self._patience.pause_after(error)
+        return self._budget.pause_after(error)
 
 
 class BatonClient:

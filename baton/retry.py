@@ -97,7 +97,7 @@ class Targets:
             self._suspicion_s[index] = min(2 * self._suspicion_s[index], LAST_SUSPICION_S)
 
 
-class Patience:
+class RetryBudget:
     """Retry budget of one call over all its attempts, which end `timeout_s` from now."""
 
     def __init__(

@@ -99,7 +99,7 @@ class PrefillHandler:
 
     async def run(self) -> None:
         while not self._is_released:
-            match await self._inbox.get(*self._patience()):
+            match await self._inbox.get(*self._next_timeout()):
                 case Started() as started:
                     self._event_sender.started(self._started(started))
                 case Scored(first_position, tokens):
@@ -127,7 +127,7 @@ class PrefillHandler:
             case other:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
-    def _patience(self) -> tuple[float | None, str, type[BatonError]]:
+    def _next_timeout(self) -> tuple[float | None, str, type[BatonError]]:
         """Return how long the next input may take, its name, and the error to raise on timeout.
 
         Before the first token and without a session there is no limit (None), because queueing and

@@ -330,8 +330,7 @@ class StageRanks:
         """Send bytes to ranks and receive those of others into their places, piece by piece."""
         assert self._parts is not None, "checked before"
         at_once = self._parts.max_bytes
-        # A float rather than a Deadline, as every exchange has one.
-        deadline_s = time.monotonic() + self._wait_s
+        deadline_s = time.monotonic() + self._wait_s  # a float, as every exchange has one
         longest = max((len(data) for _, data in (*outgoing, *coming)), default=0)
         for start in range(0, max(1, longest), at_once):
             for ranks, data in outgoing:

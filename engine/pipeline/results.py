@@ -65,8 +65,7 @@ class ResultCollector:
         """Implement `Pipeline.collect`."""
         if not self._due:
             return None
-        # A float rather than a Deadline, as every step has one.
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s  # a float, as every step has one
         (sequence, step) = self._due[0]
         for data_rank, batch in enumerate(step):
             while batch is not None and data_rank not in self._came:

@@ -89,8 +89,7 @@ class TensorChannel:
         self._frames.check(rank)
         # This waits only once per pool, before it serves.
         self._wait(rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S)
-        # A float rather than a Deadline, as every message has one.
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s  # a float, as every message has one
         try:
             self._make_room(rank, pending, deadline_s)
         except DeadlineError as error:

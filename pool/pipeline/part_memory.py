@@ -216,8 +216,7 @@ class PartMemory:
             DeadlineError: a rank has not read in time.
             PeerLostError: a rank is lost or the pool broke.
         """
-        # A float rather than a Deadline, as every piece has one.
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s  # a float, as every piece has one
         for rank in ranks:
             lane = self._to[rank][1]
             direction = self._sends[rank]
@@ -247,8 +246,7 @@ class PartMemory:
             PeerLostError: the rank is lost or the pool broke.
         """
         lane = self._from[rank]
-        # A float rather than a Deadline, as every piece has one.
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s  # a float, as every piece has one
         while True:
             if not lane.has_piece() and not self._wait(rank, lane.has_piece, deadline_s):
                 return None

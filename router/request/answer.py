@@ -218,8 +218,7 @@ class ResponseQueue:
         self._reader: asyncio.Future[None] | None = None  # resolved by the next message
         self._was_read = asyncio.Event()
         self._waited_s = 0.0  # total wait for room
-        # Loop time of the last read, or of the first message after the queue was empty.
-        self._read_at = 0.0
+        self._read_at = 0.0  # loop time of the last read, or of the first message since empty
         self._deadline: Deadline | None = None  # by which a closed queue must be read
 
     def put(self, response: generation_pb2.GenerateResponse) -> None:

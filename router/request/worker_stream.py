@@ -220,7 +220,7 @@ class DueTimer:
 
 @dataclass(frozen=True)
 class FlowLimits:
-    """Patience of a request.
+    """Timeouts of a request and limits on its attempts.
 
     With the default `peer_wait_s` a client waits less than five seconds for a token, if workers
     restart within that time.

@@ -52,8 +52,8 @@ async def watch_worker(
         backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
 
-async def _run_out(patience: asyncio.Timeout, reported: asyncio.Event, silence_s: float) -> None:
-    """Expire `patience` after `silence_s` without a report.
+async def _run_out(scope: asyncio.Timeout, reported: asyncio.Event, silence_s: float) -> None:
+    """Expire `scope` after `silence_s` without a report.
 
     The silence is checked in several steps. A process that was itself stopped counts that as one
     step, and handles pending messages before the next.
@@ -63,7 +63,7 @@ async def _run_out(patience: asyncio.Timeout, reported: asyncio.Event, silence_s
         await asyncio.sleep(silence_s / _LOOKS)
         looks = 0 if reported.is_set() else looks + 1
         reported.clear()
-    patience.reschedule(asyncio.get_running_loop().time())
+    scope.reschedule(asyncio.get_running_loop().time())
 
 
 @asynccontextmanager
@@ -92,8 +92,8 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     began_s = asyncio.get_running_loop().time()
     try:
         async with (
-            asyncio.timeout(None) as patience,
-            _background(_run_out(patience, reported, silence_s)),
+            asyncio.timeout(None) as scope,
+            _background(_run_out(scope, reported, silence_s)),
         ):
             async for response in call:
                 reported.set()

@@ -64,8 +64,8 @@ class _Verdicts:
         found = self.known.get(grammar.digest)
         if found is None:
             return False
-        problem, until_s = found
-        if problem and time.monotonic() < until_s:
+        problem, expires_s = found
+        if problem and time.monotonic() < expires_s:
             raise grammar.refused(problem)
         self.known.move_to_end(grammar.digest)
         return not problem
@@ -212,7 +212,7 @@ class Grammars:
         expected = list[Grammar]()
         now_s = time.monotonic()
         for known, held in self._processes.items():
-            held.expected = tuple(until_s for until_s in held.expected if until_s > now_s)
+            held.expected = tuple(expires_s for expires_s in held.expected if expires_s > now_s)
             if held.num_texts == 0 and held is not process:
                 (expected if held.expected else idle).append(known)
         self._end(idle[: max(0, len(self._processes) - MAX_PROCESSES)])

@@ -254,21 +254,21 @@ class GrammarProcess:
         known += call.token_ids
         kept, tokens = (call.kept, call.token_ids) if call.key in self._begun else (0, known)
         self._begun.add(call.key)
-        patience_s = ANSWER_S
+        timeout_s = ANSWER_S
         while len(tokens) > CHUNK_TOKENS:
             child.send(
                 pack_call(TextCall(Call.MOVE, call.key, kept, tokens[:CHUNK_TOKENS])), ANSWER_S
             )
             kept = kept + CHUNK_TOKENS
             tokens = tokens[CHUNK_TOKENS:]
-            patience_s += ANSWER_S
+            timeout_s += ANSWER_S
         child.send(
             pack_call(
                 TextCall(Call.ASK, call.key, kept, tokens, call.tree_token_ids, call.tree_parents)
             ),
             ANSWER_S,
         )
-        while (answer := unpack_answer(child.receive(patience_s))).answer is AnswerKind.MASK:
+        while (answer := unpack_answer(child.receive(timeout_s))).answer is AnswerKind.MASK:
             job.add(answer.node, answer.data)
         job.cpu_s = answer.cpu_s
         if answer.answer is AnswerKind.PROBLEM:

@@ -53,8 +53,8 @@ _MAX_BACKGROUND_CALLS = 256  # per access level, so that watchers cannot lock ou
 # Calls that need no token get a short limit: an honest client sends the message with the call.
 RECEIVING_BYTES = 128 << 20
 _MAX_PLACES = 64
-_PATIENCE_S = 5.0
-_OPEN_INTAKE = ReadLimits(places=1, patience_s=0.1, limit_s=5.0)
+_CROWDED_TIMEOUT_S = 5.0
+_OPEN_INTAKE = ReadLimits(places=1, crowded_timeout_s=0.1, timeout_s=5.0)
 # A status waits until the client has read earlier messages. gRPC releases the received bytes of a
 # call some time after its handler ends.
 _ABORT_S = 1.0
@@ -99,7 +99,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._background = background_methods
         self._limits = limits
         places = max(1, min(_MAX_PLACES, RECEIVING_BYTES // limits.max_message_bytes))
-        self._read_limiter = ReadLimiter(ReadLimits(places, _PATIENCE_S))
+        self._read_limiter = ReadLimiter(ReadLimits(places, _CROWDED_TIMEOUT_S))
         self._open_read_limiter = ReadLimiter(_OPEN_INTAKE)
         self._limiter = CallLimiter("calls", limits.max_calls, limits.max_held_bytes)
         self._background_limiter: dict[Access, CallLimiter] = {}

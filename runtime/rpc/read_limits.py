@@ -31,13 +31,13 @@ GREED = 8  # largest use of one client, as a multiple of the rest that is left t
 class ReadLimits:
     """Limits of messages being read.
 
-    `places` messages are read concurrently, each for at most `limit_s`, or `patience_s` if others
-    wait.
+    `places` messages are read concurrently, each for at most `timeout_s`, or `crowded_timeout_s` if
+    others wait.
     """
 
     places: int
-    patience_s: float
-    limit_s: float = 30.0
+    crowded_timeout_s: float
+    timeout_s: float = 30.0
 
 
 @dataclass(eq=False)
@@ -78,16 +78,16 @@ class ReadLimiter:
         place until then. `when_over` gets the function to call at that time.
 
         Raises:
-            CapacityError: no place became free within `limit_s`.
-            DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while
-                others waited.
+            CapacityError: no place became free within `timeout_s`.
+            DeadlineError: the message did not arrive within `timeout_s`, or within
+                `crowded_timeout_s` while others waited.
         """
         await self._place(client)
         loop = asyncio.get_running_loop()
         began = loop.time()
         reading = None
         try:
-            async with asyncio.timeout(self._limits.limit_s) as scope:
+            async with asyncio.timeout(self._limits.timeout_s) as scope:
                 reading = _Reading(client, began, scope)
                 self._reading.append(reading)
                 self._press()
@@ -113,7 +113,7 @@ class ReadLimiter:
         self._waiting.setdefault(client, deque()).append(turn)
         self._press()
         try:
-            async with asyncio.timeout(self._limits.limit_s):
+            async with asyncio.timeout(self._limits.timeout_s):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # the turn came just before the timeout
@@ -152,7 +152,7 @@ class ReadLimiter:
         return bool(client) and self._taken[client] >= self._share
 
     def _press(self) -> None:
-        """Limit the longest-running reads to `patience_s`.
+        """Limit the longest-running reads to `crowded_timeout_s`.
 
         A client that has its share limits its own reads. Each waiter of another client limits one
         read of any client, if all places are taken.
@@ -171,7 +171,7 @@ class ReadLimiter:
         for reading in readings:
             # In loop time, as asyncio's scopes count.
             before_s = reading.scope.when()
-            deadline_s = max(now, reading.since + self._limits.patience_s)
+            deadline_s = max(now, reading.since + self._limits.crowded_timeout_s)
             if not reading.scope.expired() and (before_s is None or deadline_s < before_s):
                 reading.scope.reschedule(deadline_s)
 
@@ -258,12 +258,12 @@ def _give_back(counts: Counter[str], client: str, count: int) -> None:
 class WriteTimeout:
     """Context that raises TimeoutError if one write in its block takes too long.
 
-    The limit is `limit_s`, at most an eighth longer. It uses one timer per call rather than one per
-    response, because there is one response per token.
+    The limit is `timeout_s`, at most an eighth longer. It uses one timer per call rather than one
+    per response, because there is one response per token.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._writing_since: float | None = None  # loop time
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
@@ -293,10 +293,10 @@ class WriteTimeout:
 
     def _look(self) -> None:
         now = self._loop.time()
-        if self._writing_since is not None and now - self._writing_since >= self._limit_s:
+        if self._writing_since is not None and now - self._writing_since >= self._timeout_s:
             self._scope.reschedule(now)
         else:
-            self._timer = self._loop.call_later(self._limit_s / 8, self._look)
+            self._timer = self._loop.call_later(self._timeout_s / 8, self._look)
 
 
 async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:

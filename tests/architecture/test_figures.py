@@ -145,7 +145,7 @@ STATED = [
     Stated(SECURITY, "inflated, {} KiB and", (f"{INTAKE}:FREE_INFLATED_BYTES",), KIB),
     Stated(SECURITY, "and {} times its own size", (f"{INTAKE}:MAX_INFLATION",)),
     Stated(SECURITY, "| Messages being read | {} MiB in all", (f"{CALLS}:RECEIVING_BYTES",), MIB),
-    Stated(SECURITY, "makes room for others after {} s", (f"{CALLS}:_PATIENCE_S",)),
+    Stated(SECURITY, "makes room for others after {} s", (f"{CALLS}:_CROWDED_TIMEOUT_S",)),
     Stated(SECURITY, "a token id counts as {} bytes more", (f"{INTAKE}:_HELD_NUMBER_BYTES",)),
     Stated(SECURITY, "bytes more | {} MiB |", (f"{ROUTER}:RouterConfig.max_held_bytes",), MIB),
     Stated(SECURITY, "`max_calls` | {},", (f"{ROUTER}:RouterConfig.max_calls",)),

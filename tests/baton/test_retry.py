@@ -10,8 +10,8 @@ from baton.retry import (
     MAX_NAP_S,
     NO_RETRY,
     SPREAD_S,
-    Patience,
     Retry,
+    RetryBudget,
     Targets,
 )
 from runtime.clock import ManualClock
@@ -36,16 +36,16 @@ RETRY = Retry(attempts=4, resumptions=10, lost=1)
 
 
 def patience(
-    limit_s: float | None = None,
+    timeout_s: float | None = None,
     *,
     targets: int = 1,
     retry: Retry = RETRY,
     clock: ManualClock | None = None,
-) -> Patience:
-    return Patience(retry, limit_s, targets, clock or ManualClock(), random.Random(1))
+) -> RetryBudget:
+    return RetryBudget(retry, timeout_s, targets, clock or ManualClock(), random.Random(1))
 
 
-def pauses(of: Patience, error: BatonError, clock: ManualClock | None = None) -> list[float]:
+def pauses(of: RetryBudget, error: BatonError, clock: ManualClock | None = None) -> list[float]:
     """Until it gives up; `clock` is let go on by each of them."""
     found: list[float] = []
 

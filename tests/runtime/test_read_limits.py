@@ -38,7 +38,7 @@ async def ready() -> str:
 async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_that_dribble() -> (
     None
 ):
-    read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.05, limit_s=60))
+    read_limiter = ReadLimiter(ReadLimits(places=2, crowded_timeout_s=0.05, timeout_s=60))
     dribbling = [asyncio.create_task(read_limiter.receive(never, at_once)) for _ in range(6)]
     await eventually(lambda: read_limiter.num_reading == 2, "no reads")
     async with asyncio.timeout(20):
@@ -54,7 +54,7 @@ async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_th
 
 async def test_a_client_whose_messages_never_come_holds_up_itself() -> None:
     """It has half of the places, and others have their turns before its further messages."""
-    read_limiter = ReadLimiter(ReadLimits(places=4, patience_s=60, limit_s=600))
+    read_limiter = ReadLimiter(ReadLimits(places=4, crowded_timeout_s=60, timeout_s=600))
     silent = [asyncio.create_task(read_limiter.receive(never, at_once, "a")) for _ in range(200)]
     await eventually(lambda: read_limiter.num_reading == 2, "no reads")
     async with asyncio.timeout(20):
@@ -75,7 +75,7 @@ async def test_a_client_whose_messages_never_come_holds_up_itself() -> None:
 
 
 async def test_a_client_with_its_share_hurries_its_own_messages_alone() -> None:
-    read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.05, limit_s=60))
+    read_limiter = ReadLimiter(ReadLimits(places=2, crowded_timeout_s=0.05, timeout_s=60))
     other = asyncio.create_task(read_limiter.receive(never, at_once, "b"))
     await eventually(lambda: read_limiter.num_reading == 1, "no read")
     silent = [asyncio.create_task(read_limiter.receive(never, at_once, "a")) for _ in range(5)]
@@ -88,7 +88,7 @@ async def test_a_client_with_its_share_hurries_its_own_messages_alone() -> None:
 
 
 async def test_nobody_is_hurried_while_there_is_room() -> None:
-    read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.001, limit_s=60))
+    read_limiter = ReadLimiter(ReadLimits(places=2, crowded_timeout_s=0.001, timeout_s=60))
     slow = asyncio.create_task(read_limiter.receive(never, at_once))
     for _ in range(100):
         assert await read_limiter.receive(ready, at_once) == "read"
@@ -103,7 +103,7 @@ async def test_a_message_that_never_comes_has_a_limit_and_keeps_its_place_until_
     None
 ):
     read_limiter, over = (
-        ReadLimiter(ReadLimits(places=1, patience_s=60, limit_s=0.05)),
+        ReadLimiter(ReadLimits(places=1, crowded_timeout_s=60, timeout_s=0.05)),
         list[Callable[[], None]](),
     )
     with pytest.raises(DeadlineError):
@@ -116,7 +116,7 @@ async def test_a_message_that_never_comes_has_a_limit_and_keeps_its_place_until_
 
 
 async def test_a_cancelled_read_gives_its_place_back() -> None:
-    read_limiter = ReadLimiter(ReadLimits(places=1, patience_s=60, limit_s=60))
+    read_limiter = ReadLimiter(ReadLimits(places=1, crowded_timeout_s=60, timeout_s=60))
     task = asyncio.create_task(read_limiter.receive(never, at_once))
     await eventually(lambda: read_limiter.num_reading, "no read")
     task.cancel()

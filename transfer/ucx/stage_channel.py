@@ -157,8 +157,7 @@ class UcxStageChannel:
             raise PeerLostError(f"stage {rank} is not connected: the pool has not formed yet")
         with self._pending.using:
             self._check(rank)
-            # A float rather than a Deadline, as every frame has one.
-            deadline_s = time.monotonic() + timeout_s
+            deadline_s = time.monotonic() + timeout_s  # a float, as every frame has one
             while self._pending.any and not self._pending.has_room(len(frame)):
                 self._dispatch()
                 self._check(rank)
@@ -198,8 +197,7 @@ class UcxStageChannel:
             IntegrityError: the frame is not the one that was sent next. The stage counts as lost.
             DeadlineError: as in `send`.
         """
-        # A float rather than a Deadline, as every frame has one.
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s  # a float, as every frame has one
         with self._pending.using:
             while True:
                 if not self._inboxes.get(rank):
