@@ -83,7 +83,10 @@ class DeviceRecurrent:
             self._prepared = (
                 batch,
                 PromptRows.of(
-                    batch.slot_ids.tolist(), batch.context_lens, batch.query_lens, self._device
+                    batch.slot_ids.tolist(),
+                    batch.context_lens,
+                    batch.query_lens,
+                    lambda host: moved(host, self._device),
                 ),
             )
         else:

@@ -1,6 +1,6 @@
 """Rows of a prefill batch on the device, computed once and read by every recurrent layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.delta_rule import CHUNK
-from engine.memory.static import moved
 
 # Triton compiles a kernel again for a pointer that is not aligned to 16 bytes.
 _ALIGNMENT = 4
@@ -44,9 +43,9 @@ class PromptRows:
         slot_ids: Sequence[int],
         context_lens: Sequence[int],
         query_lens: Sequence[int],
-        device: torch.device,
+        move: Callable[[Tensor], Tensor],
     ) -> "PromptRows":
-        """Return the rows of a batch, moved by one copy that does not block the host."""
+        """Return the rows of a batch; `move` copies a host tensor to the device, once."""
         lengths = np.array(query_lens, np.int32)
         chosen = np.flatnonzero(lengths)
         lengths = lengths[chosen]
@@ -72,19 +71,21 @@ class PromptRows:
                     "chunk_sizes": np.minimum(np.repeat(stops, num_chunks) - chunk_starts, CHUNK),
                     "row_chunks": row_chunks,
                 },
-                device,
+                move,
             )
         )
 
 
-def _moved_together(values: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def _moved_together(
+    values: Mapping[str, np.ndarray], move: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Return the arrays as int32 tensors that share one piece of the device's memory."""
     padded = [-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in values.values()]
     places = np.concatenate([[0], np.cumsum(padded)]).tolist()
     host = np.zeros(places[-1], np.int32)
     for place, array in zip(places, values.values(), strict=False):
         host[place : place + len(array)] = array
-    shared = moved(torch.from_numpy(host), device)
+    shared = move(torch.from_numpy(host))
     return {
         name: shared[place : place + len(array)]
         for place, (name, array) in zip(places, values.items(), strict=False)

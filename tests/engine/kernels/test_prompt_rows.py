@@ -2,13 +2,12 @@
 
 import torch
 
-from engine.core.numerics import HOST
 from engine.kernels.device.prompts import PromptRows
 
 
 def test_rows_tokens_and_chunks() -> None:
     """Rows of 70 tokens after 64, of none, and of 3 from the start."""
-    rows = PromptRows.of([5, 6, 7], [64, 0, 0], [70, 0, 3], HOST)
+    rows = PromptRows.of([5, 6, 7], [64, 0, 0], [70, 0, 3], torch.clone)
     assert rows.slots.tolist() == [5, 7]
     assert rows.fresh.tolist() == [0, 1]
     assert rows.starts.tolist() == [0, 70]
@@ -23,7 +22,7 @@ def test_rows_tokens_and_chunks() -> None:
 
 def test_tensors_are_aligned_as_in_memory_of_their_own() -> None:
     """Otherwise Triton compiles the kernels again for each combination of lengths."""
-    rows = PromptRows.of([1, 2, 3], [0, 0, 0], [1, 65, 2], HOST)
+    rows = PromptRows.of([1, 2, 3], [0, 0, 0], [1, 65, 2], torch.clone)
     base = rows.slots.data_ptr()
     for name, tensor in vars(rows).items():
         assert tensor.dtype is torch.int32, name
@@ -31,5 +30,5 @@ def test_tensors_are_aligned_as_in_memory_of_their_own() -> None:
 
 
 def test_a_batch_without_new_tokens() -> None:
-    rows = PromptRows.of([4], [64], [0], HOST)
+    rows = PromptRows.of([4], [64], [0], torch.clone)
     assert [len(tensor) for tensor in vars(rows).values()] == [0] * 9 + [1]
