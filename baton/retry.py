@@ -188,7 +188,7 @@ class AnswerSoFar:
         self._query = query
         self._num_choices = query.n or 1
         self._token_ids = {index: list(token_ids) for index, token_ids in enumerate(query.resumed)}
-        self._drawn_by = dict(enumerate(query.resumed_from))
+        self._generated_by = dict(enumerate(query.resumed_from))
         self._finished: set[int] = set()
         self._held: dict[int, list[Chunk]] = {}
         self._num_scored = 1  # prompt positions; the first has no score
@@ -207,7 +207,7 @@ class AnswerSoFar:
         return replace(
             self._query,
             resumed=tuple(tuple(self._token_ids.get(index, ())) for index in range(most + 1)),
-            resumed_from=tuple(self._drawn_by.get(index, "") for index in range(most + 1)),
+            resumed_from=tuple(self._generated_by.get(index, "") for index in range(most + 1)),
         )
 
     def news(self, event: Event) -> list[Event]:
@@ -230,11 +230,11 @@ class AnswerSoFar:
         self._token_ids.setdefault(index, []).extend(event.token_ids)
         if not event.compatibility:
             return [event]
-        if self._drawn_by.get(
+        if self._generated_by.get(
             index
         ):  # named before; another router names its own workers, which are compatible
             return [replace(event, compatibility="")]
-        self._drawn_by[index] = event.compatibility
+        self._generated_by[index] = event.compatibility
         return [event]
 
     def _unseen(self, event: Chunk, scores: PromptLogprobs) -> list[Event]:

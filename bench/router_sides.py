@@ -18,7 +18,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from decode.event_sender import DecodeEventSender
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from protos import (
     decode_pb2,
@@ -236,7 +236,7 @@ class SourceDecode(decode_pb2_grpc.DecodeServicer):
         await opening.inbox.get(None, "the first token")
         event_sender.committed(decode_pb2.DecodeCommitted())
         async for token_id in self._steps.tokens(request.max_tokens - 1):
-            event_sender.drawn((DrawnToken(token_id),))
+            event_sender.generated((SampledToken(token_id),))
         event_sender.finished(decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
-from engine.core.request import DrawnToken, FinishReason
+from engine.core.request import FinishReason, SampledToken
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotAllocator, SlotLease
 from pool.request.entry import Entry, Failed
@@ -21,10 +21,10 @@ PACE_MEMORY_S = 30.0
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Generated:
     """The event with the request's next tokens: one, or several if draft tokens were accepted."""
 
-    tokens: tuple[DrawnToken, ...]
+    tokens: tuple[SampledToken, ...]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Finished:
     num_preemptions: int
 
 
-DecodeEntryEvent = Drawn | Finished | Failed
+DecodeEntryEvent = Generated | Finished | Failed
 DecodeEmitter = Callable[[DecodeEntryEvent], object]
 
 

@@ -8,7 +8,7 @@ loop's thread.
 
 from collections.abc import Sequence
 
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from pool.request.conversion import extend_chunk
 from pool.request.streams import EventSender
 from protos import decode_pb2 as pb
@@ -42,7 +42,7 @@ class DecodeEventSender:
         """Send that a request without a source has started here."""
         self._event_sender.send(pb.DecodeEvent(key=self._key, position=self._position, local=local))
 
-    def drawn(self, tokens: Sequence[DrawnToken]) -> None:
+    def generated(self, tokens: Sequence[SampledToken]) -> None:
         position = self._position
         num_tokens = len(tokens)
         self._position += num_tokens

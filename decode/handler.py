@@ -4,7 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from decode.entry import DecodeEntryEvent, Drawn, Finished
+from decode.entry import DecodeEntryEvent, Finished, Generated
 from decode.event_sender import DecodeEventSender
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
@@ -333,8 +333,8 @@ async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
 
 def receive(event_sender: DecodeEventSender, inbox: DecodeInbox, event: DecodeEntryEvent) -> None:
     """Send an engine event to the router, and pass those that end the request to its handler."""
-    if isinstance(event, Drawn):
-        event_sender.drawn(event.tokens)
+    if isinstance(event, Generated):
+        event_sender.generated(event.tokens)
         return
     if isinstance(event, Finished):
         event_sender.finished(

@@ -119,7 +119,7 @@ class RequestMemory:
             entry.blocks = ()
         self.cache.insert(entry.blocks, entry.pages.page_ids)
 
-    def keep_drawn(self, entry: DecodeEntry) -> None:
+    def keep_generated(self, entry: DecodeEntry) -> None:
         """Cache the sampled tokens of an entry that writes no more, after its prompt.
 
         They are cached only if prefilling them would give the same bits.

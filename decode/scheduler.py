@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import count, islice
 
 from decode.ahead import lease_ahead
-from decode.entry import DecodeEmitter, DecodeEntry, DecodeLimits, Drawn, Finished, RestLimit
+from decode.entry import DecodeEmitter, DecodeEntry, DecodeLimits, Finished, Generated, RestLimit
 from decode.request_memory import RequestMemory, Reservation
 from decode.speculation import (
     MAX_DRAFT_TOKENS,
@@ -34,7 +34,7 @@ from decode.speculation import (
 from decode.step_builder import StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
-from engine.core.request import DrawnToken, FinishReason, Request
+from engine.core.request import FinishReason, Request, SampledToken
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.results import StepResult
@@ -247,7 +247,7 @@ class DecodeScheduler:
             self._note_verified(batch, result)
         self._note_pace(batch)
         self._since_s = self.clock.now()
-        drawn = iter(result.tokens)
+        generated = iter(result.tokens)
         verified = iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
@@ -259,7 +259,7 @@ class DecodeScheduler:
                 sampling is not None or batch.mode is ForwardMode.PREBUILT
             ):
                 outcome = next(verified) if self.limits.speculates else outcome
-                tokens = [next(drawn) for _ in outcome.accepted]
+                tokens = [next(generated) for _ in outcome.accepted]
             if entry.released:
                 self.release(key)
             elif entry.has_failed:
@@ -275,7 +275,7 @@ class DecodeScheduler:
         mode: ForwardMode,
         context_len: int,
         outcome: Verified,
-        tokens: list[DrawnToken],
+        tokens: list[SampledToken],
     ) -> None:
         entry.draft.tree = outcome.draft
         if mode is ForwardMode.VERIFY and tokens:
@@ -436,7 +436,7 @@ class DecodeScheduler:
         return False
 
     def _preempt(self, entry: DecodeEntry) -> None:
-        self._memory.keep_drawn(entry)
+        self._memory.keep_generated(entry)
         entry.free()
         entry.draft = DraftState()
         entry.running = False
@@ -511,25 +511,25 @@ class DecodeScheduler:
             self._turns[key] = None
         return batch
 
-    def _append(self, entry: DecodeEntry, tokens: list[DrawnToken]) -> None:
+    def _append(self, entry: DecodeEntry, tokens: list[SampledToken]) -> None:
         """Publish the tokens of a step up to the one that ends the request.
 
         Later tokens are discarded, as if they had never been sampled.
         """
-        drawn: list[DrawnToken] = []
+        generated: list[SampledToken] = []
         problem: BatonError | None = None
         for token in tokens:
             if (problem := token.error) is not None:
                 break
             entry.outputs.append(token.token_id)
-            drawn.append(token)
+            generated.append(token)
             if (
                 entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
                 is not None
             ):
                 break
-        if drawn:
-            entry.emit(Drawn(tuple(drawn)))
+        if generated:
+            entry.emit(Generated(tuple(generated)))
         if problem is not None:
             self._fail(entry, problem)
         else:
@@ -548,7 +548,7 @@ class DecodeScheduler:
         now = self.clock.now()
         first = now if entry.first_step_s is None else entry.first_step_s
         stop = entry.outputs[-1] if reason is FinishReason.STOP else None
-        self._memory.keep_drawn(entry)
+        self._memory.keep_generated(entry)
         self.release(entry.key)
         entry.emit(
             Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions)

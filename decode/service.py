@@ -16,7 +16,7 @@ from functools import partial
 
 import grpc
 
-from decode.entry import DecodeEntryEvent, Drawn
+from decode.entry import DecodeEntryEvent, Generated
 from decode.event_sender import DecodeEventSender
 from decode.handler import DecodeHandler, DecodeInbox, DecodeParts, LocalPrefillHandler, receive
 from decode.request_memory import Reservation
@@ -43,7 +43,7 @@ def _emit(
 
     Tokens may wait for those of the next steps if these are short.
     """
-    post.put(receive, event, can_wait=isinstance(event, Drawn))
+    post.put(receive, event, can_wait=isinstance(event, Generated))
 
 
 DecodeContext = grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decode.entry import DecodeEntry, DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
-from engine.core.rows import NOT_DRAWN, Row, build_batch, chunk_end, sampling_row
+from engine.core.rows import NOT_SAMPLED, Row, build_batch, chunk_end, sampling_row
 from engine.memory.leases import PageAllocator, pages_for_tokens
 
 
@@ -90,7 +90,9 @@ class StepBuilder:
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
         """Return a row for the known tokens up to `end`, or for the token that is due."""
         row = _row(
-            entry, [NOT_DRAWN] if entry.num_due else entry.tokens(entry.computed, end), draws=draws
+            entry,
+            [NOT_SAMPLED] if entry.num_due else entry.tokens(entry.computed, end),
+            draws=draws,
         )
         entry.advance(end)
         if not self.limits.speculates:

@@ -138,7 +138,7 @@ class DecodeLeader:
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
             # The step itself counts one token per row.
-            parts.meters.on_drawn(sum(step.accepted))
+            parts.meters.on_generated(sum(step.accepted))
             observe_verified(metrics, step)
             # Without drafts there is no throughput to record.
             if self._adaptive is not None and step.accepted:

@@ -9,7 +9,7 @@ Belongs to the engine thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.core.state_rows import StateRow, StateSnapshot
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotLease
@@ -50,7 +50,7 @@ class FirstToken:
     `prefill_s` excludes the time in the queue.
     """
 
-    token: DrawnToken
+    token: SampledToken
     prefill_s: float
 
 

@@ -177,7 +177,7 @@ class PrefillScheduler:
         return self.build(ForwardMode.PREFILL, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        drawn = iter(result.tokens)
+        tokens = iter(result.tokens)
         scores = iter(result.scores)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
@@ -188,7 +188,7 @@ class PrefillScheduler:
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
-            token = next(drawn) if sampling is not None and result.error is None else None
+            token = next(tokens) if sampling is not None and result.error is None else None
             if entry.released:
                 if entry.in_flight == 0:
                     self._forget(entry)

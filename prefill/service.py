@@ -104,8 +104,8 @@ class PrefillHandler:
                     self._event_sender.started(self._started(started))
                 case Scored(first_position, tokens):
                     self._event_sender.scored(scores_to_proto(first_position, tokens))
-                case FirstToken() as drawn:
-                    self._event_sender.first_token(self._first_token(drawn))
+                case FirstToken() as event:
+                    self._event_sender.first_token(self._first_token(event))
                 case Failed(error):
                     raise error.again()
                 case SessionChanged():
@@ -260,12 +260,12 @@ class PrefillHandler:
             cached_tokens=started.num_cached,
         )
 
-    def _first_token(self, drawn: FirstToken) -> pb.PrefillFirstToken:
+    def _first_token(self, event: FirstToken) -> pb.PrefillFirstToken:
         self._has_first_token = True
         if self._session is not None:
             self._session.computed()
         self._end_spans(self._computing)
-        return pb.PrefillFirstToken(token=chunk_to_proto(drawn.token), prefill_s=drawn.prefill_s)
+        return pb.PrefillFirstToken(token=chunk_to_proto(event.token), prefill_s=event.prefill_s)
 
     def _send_to(self, message: transfer_pb2.DestinationTerms) -> None:
         """Start sending to the decode pool, beginning with the layers already computed.

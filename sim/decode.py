@@ -14,7 +14,7 @@ from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.errors import BatonError, DrainingError
 from sim.cores import Alarm, Machine, Processor
 from sim.costs import Costs
-from sim.decode_pool import DecodePool, DrawnRow
+from sim.decode_pool import DecodePool, SimulatedRow
 from sim.links import Arrival, ArrivalTable, Interface
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
@@ -31,7 +31,7 @@ class _SimulatedDecodeHandler:
     """One request on this worker, to its end."""
 
     request: DecodeRequest
-    row: DrawnRow
+    row: SimulatedRow
     session_id: str
     num_tokens: int  # output tokens that its router has
     num_offers: int = 0
@@ -81,13 +81,13 @@ class DecodeWorker(SimulatedWorker):
     def drain(self) -> None:
         super().drain()
         for handler in tuple(self._handlers.values()):
-            self._send_drawn(handler)
+            self._send_generated(handler)
             handler.request.end(DrainingError("the decode worker drains"))
             self._release(handler)
 
     def die(self) -> None:
         for handler in self._handlers.values():
-            self._send_drawn(handler)
+            self._send_generated(handler)
         super().die()
 
     @property
@@ -166,7 +166,7 @@ class DecodeWorker(SimulatedWorker):
         request = opening.request
         num_again = len(opening.replayed_token_ids)
         num_prompt = len(request.prompt_token_ids)
-        row = DrawnRow(
+        row = SimulatedRow(
             self._num_handlers,
             num_prompt + num_again,
             request.max_tokens - 1 - num_again,
@@ -271,7 +271,7 @@ class DecodeWorker(SimulatedWorker):
         self._alarm = None if span is None else self.processor.call_at(span.ends_s, self._advance)
 
     def _finish(self, handler: _SimulatedDecodeHandler) -> None:
-        self._send_drawn(handler)
+        self._send_generated(handler)
         row = handler.row
         now = self._loop.time()
         first_s = now if row.first_step_s is None else row.first_step_s
@@ -290,8 +290,8 @@ class DecodeWorker(SimulatedWorker):
         self.processor.spend(self._third_s)
         del self._handlers[row.key]
 
-    def _send_drawn(self, handler: _SimulatedDecodeHandler) -> None:
-        count = self.pool.drawn(handler.row, self.processor.now())
+    def _send_generated(self, handler: _SimulatedDecodeHandler) -> None:
+        count = self.pool.generated(handler.row, self.processor.now())
         if count:
             self._send(
                 handler,

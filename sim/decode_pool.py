@@ -19,7 +19,7 @@ from sim.costs import DecodeCosts
 
 
 @dataclass(eq=False)
-class DrawnRow:
+class SimulatedRow:
     """One request.
 
     `context` tokens are computed, prompt included, and `left` are to be generated. `again` tokens
@@ -94,14 +94,14 @@ class DecodePool:
     busy_s: float = 0.0
     num_sampled: int = 0
     num_preemptions: int = 0
-    _held: dict[int, DrawnRow] = field(default_factory=dict)  # all requests, by key
-    _running: list[DrawnRow] = field(default_factory=list)
-    _joining: list[DrawnRow] = field(default_factory=list)
-    _waiting: list[DrawnRow] = field(default_factory=list)  # preempted
+    _held: dict[int, SimulatedRow] = field(default_factory=dict)  # all requests, by key
+    _running: list[SimulatedRow] = field(default_factory=list)
+    _joining: list[SimulatedRow] = field(default_factory=list)
+    _waiting: list[SimulatedRow] = field(default_factory=list)  # preempted
     _pages_used: int = 0
     _interruption_s: float = 0.0  # added before the next round
 
-    def reserve(self, row: DrawnRow) -> None:
+    def reserve(self, row: SimulatedRow) -> None:
         """Reserve memory for a request.
 
         Raises:
@@ -136,13 +136,13 @@ class DecodePool:
         """Delay the start of the next span by `takes_s`."""
         self._interruption_s += takes_s
 
-    def join(self, row: DrawnRow, now_s: float) -> None:
+    def join(self, row: SimulatedRow, now_s: float) -> None:
         """Add a request whose prompt has landed."""
         row.joined_s = self.clock()
         self._joining.append(row)
         self._change(now_s)
 
-    def release(self, row: DrawnRow, now_s: float) -> None:
+    def release(self, row: SimulatedRow, now_s: float) -> None:
         """Remove a request. Memory of a running row is free at the end of the round. Idempotent."""
         if self._held.pop(row.key, None) is None:
             return
@@ -155,7 +155,7 @@ class DecodePool:
                 rows.remove(row)
         self._change(now_s)
 
-    def advance(self, now_s: float) -> list[DrawnRow]:
+    def advance(self, now_s: float) -> list[SimulatedRow]:
         """End the span; return the rows that have all their tokens and were removed."""
         if self.span is not None:
             self._draw(self.span)
@@ -169,7 +169,7 @@ class DecodePool:
         self._begin(now_s)
         return done
 
-    def drawn(self, row: DrawnRow, now_s: float) -> int:
+    def generated(self, row: SimulatedRow, now_s: float) -> int:
         """Take and return the number of tokens a row has generated, current span included."""
         within = (
             min(self._tokens(self.span.rounds_by(now_s)), row.left)
@@ -291,7 +291,7 @@ class DecodePool:
             tokens += row.context
         return tokens
 
-    def _set_back(self, row: DrawnRow) -> None:
+    def _set_back(self, row: SimulatedRow) -> None:
         self._give_back(row)
         self._running.remove(row)
         self._waiting.append(row)
@@ -302,12 +302,12 @@ class DecodePool:
         """Return the tokens of one row in `num_rounds` rounds."""
         return math.floor(num_rounds * self.costs.tokens_per_step + 1e-9)
 
-    def _pages_of(self, row: DrawnRow) -> int:
+    def _pages_of(self, row: SimulatedRow) -> int:
         """Return the pages for a row with some growth, but at most its maximum length."""
         tokens = row.context + min(self.costs.growth_tokens, max(row.left, 0))
         return -(-tokens // self.page_size)
 
-    def _growth(self, rows: Iterable[DrawnRow], num_rounds: int) -> int:
+    def _growth(self, rows: Iterable[SimulatedRow], num_rounds: int) -> int:
         """Return the pages that rows take within `num_rounds`. Fast, because every report asks for
         it.
         """
@@ -323,10 +323,10 @@ class DecodePool:
                 num_pages += more
         return num_pages
 
-    def _take(self, row: DrawnRow, num_pages: int) -> None:
+    def _take(self, row: SimulatedRow, num_pages: int) -> None:
         row.num_pages += num_pages
         self._pages_used += num_pages
 
-    def _give_back(self, row: DrawnRow) -> None:
+    def _give_back(self, row: SimulatedRow) -> None:
         self._pages_used -= row.num_pages
         row.num_pages = 0

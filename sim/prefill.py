@@ -9,7 +9,7 @@ import torch
 from google.protobuf.message import Message
 
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.request import DrawnToken, Request
+from engine.core.request import Request, SampledToken
 from engine.core.rows import Row
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
@@ -318,8 +318,8 @@ class PrefillWorker(SimulatedWorker):
             batch.request_keys, batch.query_lens, batch.context_lens, strict=True
         ):
             self._can_leave(key, context + count)
-        drawn = [DrawnToken(FIRST_TOKEN) for sampling in batch.sampling if sampling is not None]
-        self._scheduler.on_result(batch, StepResult(0, drawn))
+        tokens = [SampledToken(FIRST_TOKEN) for sampling in batch.sampling if sampling is not None]
+        self._scheduler.on_result(batch, StepResult(0, tokens))
         self._launch()
 
     def _can_leave(self, key: int, num_tokens: float) -> None:

@@ -107,7 +107,7 @@ class ProblemCause(IntEnum):
 
 
 @dataclass(frozen=True)
-class DrawnToken:
+class SampledToken:
     """One sampled token of one request.
 
     `problem` is the reason why the request must end with an error instead.

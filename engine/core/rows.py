@@ -25,7 +25,7 @@ from engine.core.state_rows import NO_STATES, StateRow
 from runtime.errors import InternalError
 
 # Placeholder for the token of the preceding step, in a batch that is built before its result.
-NOT_DRAWN = -1
+NOT_SAMPLED = -1
 
 
 class Row(NamedTuple):

@@ -3,7 +3,7 @@
     engine thread   schedule, plan N+1 ──────────────▶ publish N, schedule, plan N+2 ──▶ …
     steps' thread   compute N, sample ─▶ put N's tokens into N+1, compute, sample ──────▶ …
 
-Rows of N+1 that need a token of N have `NOT_DRAWN` in its place. Everything else in the batch is as
+Rows of N+1 that need a token of N have `NOT_SAMPLED` in its place. Everything else in the batch is as
 if it had been built after N: positions, pages, the plan and its mark. So the results have the same
 bits.
 """
@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 
 from engine.core.batch import ForwardBatch
-from engine.core.rows import NOT_DRAWN
+from engine.core.rows import NOT_SAMPLED
 from engine.pipeline.results import StepResult, StepResults
 from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.stages import Pipeline
@@ -79,29 +79,29 @@ class AheadStage:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        drawn: Mapping[int, int] = {}
+        sampled: Mapping[int, int] = {}
         while (batch := self._launched.get()) is not None:
             try:
-                put_drawn(batch, drawn)
+                put_sampled(batch, sampled)
                 self._stage.launch((batch,))
                 results = self._stage.collect(0)
                 assert results is not None, "a stage of one process has its result at once"
                 (result,) = results
                 assert result is not None
-                drawn = drawn_tokens(batch, result)
+                sampled = sampled_tokens(batch, result)
             except Exception as error:  # noqa: BLE001 - `collect` raises it in the engine thread
                 self._ended.put(error)
                 return
             self._ended.put(result)
 
 
-def put_drawn(batch: ForwardBatch, drawn: Mapping[int, int]) -> None:
-    """Replace `NOT_DRAWN` by the tokens that the previous step sampled, by request.
+def put_sampled(batch: ForwardBatch, sampled: Mapping[int, int]) -> None:
+    """Replace `NOT_SAMPLED` by the tokens that the previous step sampled, by request.
 
     A request without such a token has failed in that step. Its row computes token 0, and its
     results are dropped.
     """
-    if batch.token_ids is None or not (batch.token_ids == NOT_DRAWN).any():
+    if batch.token_ids is None or not (batch.token_ids == NOT_SAMPLED).any():
         return
     keys = [
         key
@@ -111,7 +111,7 @@ def put_drawn(batch: ForwardBatch, drawn: Mapping[int, int]) -> None:
     batch.token_ids.copy_(
         torch.tensor(
             [
-                drawn.get(key, 0) if token == NOT_DRAWN else token
+                sampled.get(key, 0) if token == NOT_SAMPLED else token
                 for key, token in zip(keys, batch.token_ids.tolist(), strict=True)
             ],
             dtype=torch.int64,
@@ -119,11 +119,11 @@ def put_drawn(batch: ForwardBatch, drawn: Mapping[int, int]) -> None:
     )
 
 
-def drawn_tokens(batch: ForwardBatch, result: StepResult) -> Mapping[int, int]:
+def sampled_tokens(batch: ForwardBatch, result: StepResult) -> Mapping[int, int]:
     """Return the sampled tokens by request, empty if the step failed."""
     if result.error is not None:
         return {}
-    drawing = [
+    keys = [
         key for key, row in zip(batch.request_keys, batch.sampling, strict=True) if row is not None
     ]
-    return {key: token.token_id for key, token in zip(drawing, result.tokens, strict=True)}
+    return {key: token.token_id for key, token in zip(keys, result.tokens, strict=True)}

@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.contracts.model import StageOutput
 from engine.core.batch import DataShare, ForwardBatch, ForwardMode, SamplingRow, ScoringRow
 from engine.core.draft_trees import SpecInfo, SpecRow, Verified
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.core.state_rows import StateRow
 from engine.pipeline.channel import FrameBytes, Packet, PacketKind, PartPiece
 from engine.pipeline.frames import SCHEMA
@@ -90,7 +90,7 @@ class StageResult(msgspec.Struct, array_like=True, frozen=True):
     scores    per scoring row, in row order
     """
 
-    tokens: list[DrawnToken]
+    tokens: list[SampledToken]
     verified: list[Verified] = []
     scores: list[Scores] = []
 
@@ -196,7 +196,7 @@ def unpack_batch(packet: Packet) -> StageInput:
 
 def pack_result(
     sequence: int,
-    tokens: Sequence[DrawnToken],
+    tokens: Sequence[SampledToken],
     verified: Sequence[Verified] = (),
     scores: Sequence[Scores] = (),
 ) -> Packet:

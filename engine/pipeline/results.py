@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.core.draft_trees import Verified
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.pipeline import records
 from engine.pipeline.channel import PacketKind, StageChannel
 from engine.pipeline.ranks import StageRanks
@@ -32,7 +32,7 @@ class StepResult:
     """
 
     sequence: int
-    tokens: list[DrawnToken]
+    tokens: list[SampledToken]
     error: BatonError | None = None
     verified: list[Verified] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ResultCollector:
 
     def __init__(self, ranks: StageRanks, channel: StageChannel | None, *, last_stage: int) -> None:
         own = ranks.own
-        self._drawing = [
+        self._sampling_ranks = [
             last_stage * own.size + data_rank * own.attention.size
             for data_rank in range(own.data_size)
         ]
@@ -70,7 +70,9 @@ class ResultCollector:
         for data_rank, batch in enumerate(step):
             while batch is not None and data_rank not in self._came:
                 result = self._receive(
-                    self._drawing[data_rank], sequence, max(0.0, deadline_s - time.monotonic())
+                    self._sampling_ranks[data_rank],
+                    sequence,
+                    max(0.0, deadline_s - time.monotonic()),
                 )
                 if result is None:
                     return None

@@ -38,7 +38,7 @@ from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.step_plan import RankBatches
 from engine.sampling.sampler import RequestSampler, score
 from engine.speculative.contracts.drafter import Drafter
-from engine.speculative.contracts.verify import draw_runs
+from engine.speculative.contracts.verify import sample_runs
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class LastStage:
             )
             return StageResult([], [Verified((), tree) for tree in first], [])
         scored = score(output.logits, batch)
-        runs = draw_runs(scored.drawing, batch, self.sampler)
+        runs = sample_runs(scored.sampled, batch, self.sampler)
         tokens = [token for run in runs for token in run.tokens]
         if not isinstance(batch.spec_info, SpecInfo):
             return StageResult(tokens, [], scored.scores)

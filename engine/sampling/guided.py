@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecInfo
-from engine.core.request import DrawnToken, ProblemCause
+from engine.core.request import ProblemCause, SampledToken
 from engine.sampling.sampler import Mask, TokenCounts, sample
 from runtime.errors import FieldViolation, InvalidRequestError, StalledError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
@@ -47,7 +47,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class _RowConstraints:
     """The mask and counts to sample one row with, or the reason why it cannot be sampled."""
 
     allowed: Mask | None = None
@@ -85,15 +85,15 @@ class GuidedSampler:
             if (ended := self._kept.pop(key, None)) is not None:
                 ended.forget()
         trees = _trees(batch)
-        drawing = [
+        sampled = [
             (row.output, tree)
             for row, tree in zip(batch.sampling, trees, strict=True)
             if row is not None and row.output is not None
         ]
-        for output, tree in drawing:
-            self._begin(output, tree, 1 / len(drawing))
+        for output, tree in sampled:
+            self._begin(output, tree, 1 / len(sampled))
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Sample one token per row, as `sample` does.
 
         A row gets a token with `problem` set if its grammar cannot be followed, or not in time.
@@ -103,10 +103,11 @@ class GuidedSampler:
             return sample(logits, rows)
         self._vocab_size = logits.shape[1]
         found = [
-            self._find(row, row.output) if row.output is not None else _Drawing() for row in rows
+            self._find(row, row.output) if row.output is not None else _RowConstraints()
+            for row in rows
         ]
         fine = [at for at, how in enumerate(found) if not how.problem]
-        drawn = iter(
+        tokens = iter(
             sample(
                 logits if len(fine) == len(rows) else logits[fine],
                 [rows[at] for at in fine],
@@ -122,7 +123,7 @@ class GuidedSampler:
             ):
                 only.forget()
         return [
-            DrawnToken(0, problem=how.problem, cause=how.cause) if how.problem else next(drawn)
+            SampledToken(0, problem=how.problem, cause=how.cause) if how.problem else next(tokens)
             for how in found
         ]
 
@@ -158,31 +159,31 @@ class GuidedSampler:
         elif opening.grammar is not None and self._grammars is not None:
             kept.text = self._grammars.open(opening.grammar)
 
-    def _find(self, row: SamplingRow, output: OutputRow) -> _Drawing:
+    def _find(self, row: SamplingRow, output: OutputRow) -> _RowConstraints:
         kept = self._kept.get(output.key)
         if kept is None or not _goes_on(kept.base, output):
             kept = self._begin(output, _NO_TREE, 1.0)
         if kept.problem:
-            return _Drawing(problem=kept.problem, cause=kept.cause)
+            return _RowConstraints(problem=kept.problem, cause=kept.cause)
         counts = None
         if row.params.needs_history:
             try:
                 counts = self._count(kept, output)
             except IndexError as error:
-                return _Drawing(
+                return _RowConstraints(
                     problem=f"the last stage does not know the output of this request: {error}",
                     cause=ProblemCause.DEFECT,
                 )
         if kept.text is None:
-            return _Drawing(counts=counts)
+            return _RowConstraints(counts=counts)
         try:
-            return _Drawing(self._mask(kept, kept.text, output), counts)
+            return _RowConstraints(self._mask(kept, kept.text, output), counts)
         except InvalidRequestError as error:
             kept.problem = error.violations[0].description
         except StalledError as error:
             kept.problem = str(error)
             kept.cause = ProblemCause.BUSY
-        return _Drawing(problem=kept.problem, cause=kept.cause)
+        return _RowConstraints(problem=kept.problem, cause=kept.cause)
 
     def _count(self, kept: _Kept, output: OutputRow) -> TokenCounts:
         """Return the request's token counts after this row.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.numerics import HOST
-from engine.core.request import DrawnToken, ProblemCause, TokenLogprobs
+from engine.core.request import ProblemCause, SampledToken, TokenLogprobs
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.tokens.row_ops import largest_of_rows
 from engine.kernels.host.tokens.sampling import NOT_HERE, draw_tokens
@@ -36,7 +36,7 @@ from runtime.errors import InternalError
 Floats = NDArray[np.float64]
 TokenIds = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Scores = tuple[DrawnToken, ...]
+Scores = tuple[SampledToken, ...]
 
 _TEAM = Team()
 _CHANGED_TOGETHER = 16  # rows: one copy of 150,000 logits in double precision takes 1.2 MB
@@ -141,13 +141,13 @@ def _highest(values: Floats, count: int) -> TokenIds:
     return np.flatnonzero(kept)
 
 
-Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
+Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[SampledToken]]
 
 
 class RequestSampler(Protocol):
     """A `Sampler` with state per request, from its first row until a batch names it as ended."""
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]: ...
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]: ...
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Start the work that does not need the logits, before the batch's forward."""
@@ -163,7 +163,7 @@ def sample(
     rows: Sequence[SamplingRow],
     allowed: Sequence[Mask | None] = (),
     counts: Sequence[TokenCounts | None] = (),
-) -> list[DrawnToken]:
+) -> list[SampledToken]:
     """Sample one token per row.
 
     `logits` is [R, vocab] fp32, `rows` its R rows. `allowed`, if given, has per row None or [vocab]
@@ -196,10 +196,10 @@ def sample(
         index for index, row in enumerate(rows) if changes_logits(row) or masks[index] is not None
     ]
     if not changed:
-        return _drawn(host, rows, host)
+        return _sampled(host, rows, host)
     raw = sorted({*range(len(rows))} - {*changed})
     of_raw = host[raw]
-    tokens = dict(zip(raw, _drawn(of_raw, [rows[index] for index in raw], of_raw), strict=True))
+    tokens = dict(zip(raw, _sampled(of_raw, [rows[index] for index in raw], of_raw), strict=True))
     for first in range(0, len(changed), _CHANGED_TOGETHER):
         some = changed[first : first + _CHANGED_TOGETHER]
         finals = np.stack(
@@ -207,7 +207,7 @@ def sample(
         )
         tokens |= zip(
             some,
-            _drawn(torch.from_numpy(finals), [rows[index] for index in some], host[some]),
+            _sampled(torch.from_numpy(finals), [rows[index] for index in some], host[some]),
             strict=True,
         )
     return [tokens[index] for index in range(len(rows))]
@@ -220,7 +220,7 @@ def _changed(
     return final if allowed is None else np.where(allowed, final, -np.inf)
 
 
-def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[DrawnToken]:
+def _sampled(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[SampledToken]:
     """Sample from `final` [R, vocab], fp32 or fp64; `logits` has the raw values."""
     rules = [
         (
@@ -240,10 +240,12 @@ def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[D
         if token_id == NOT_HERE:
             tokens.append(_fault(final[index].max().item()))  # NaN counts as largest
         elif row.num_top_logprobs is None:
-            tokens.append(DrawnToken(token_id))
+            tokens.append(SampledToken(token_id))
         else:
             raw = logits[index].numpy().astype(np.float64)
-            tokens.append(DrawnToken(token_id, token_logprobs(raw, token_id, row.num_top_logprobs)))
+            tokens.append(
+                SampledToken(token_id, token_logprobs(raw, token_id, row.num_top_logprobs))
+            )
     return tokens
 
 
@@ -255,7 +257,7 @@ def takes_maximum(row: SamplingRow) -> bool:
     return row.params.temperature == 0 and row.num_top_logprobs is None and not changes_logits(row)
 
 
-def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
+def _raw_maxima(logits: Tensor) -> list[SampledToken]:
     """Return the largest token of each row; of equal logits the first.
 
     All rows are computed at once on their device, with one copy to the host. NaN counts as largest.
@@ -268,7 +270,7 @@ def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
         values, ids = logits.max(dim=-1)
         largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
     return [
-        DrawnToken(int(token_id)) if math.isfinite(value) else _fault(value)
+        SampledToken(int(token_id)) if math.isfinite(value) else _fault(value)
         for value, token_id in zip(largest_values, token_ids, strict=True)
     ]
 
@@ -287,19 +289,19 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
     )
 
 
-def _fault(largest_logit: float) -> DrawnToken:
+def _fault(largest_logit: float) -> SampledToken:
     problem = f"the largest logit of a row is {largest_logit}: the forward failed or every token is banned"
-    return DrawnToken(0, problem=problem, cause=ProblemCause.DEFECT)
+    return SampledToken(0, problem=problem, cause=ProblemCause.DEFECT)
 
 
 @dataclass(frozen=True)
 class ScoredLogits:
     """The logits of one forward, split by their use.
 
-    `drawing` is [N, vocab] fp32, or None if the model returned no logits.
+    `sampled` is [N, vocab] fp32, or None if the model returned no logits.
     """
 
-    drawing: Tensor | None
+    sampled: Tensor | None
     scores: list[Scores]  # per scoring row, in row order
 
 
@@ -336,7 +338,7 @@ def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
         )
     if logits is None:
         return ScoredLogits(None, [])
-    drawing: list[int] = []
+    sampled: list[int] = []
     scores: list[Scores] = []
     at = 0
     for row, (start, end, num_scored, draws) in enumerate(_spans(batch)):
@@ -345,16 +347,16 @@ def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
             scores.append(
                 _scores(logits[at : at + num_scored], scoring.next_token_ids, scoring.num_top)
             )
-        num_drawing = (end - start if batch.mode is ForwardMode.VERIFY else 1) if draws else 0
-        drawing += range(at + num_scored, at + num_scored + num_drawing)
-        at += num_scored + num_drawing
-    return ScoredLogits(logits[torch.tensor(drawing, dtype=torch.long)], scores)
+        num_sampled = (end - start if batch.mode is ForwardMode.VERIFY else 1) if draws else 0
+        sampled += range(at + num_scored, at + num_scored + num_sampled)
+        at += num_scored + num_sampled
+    return ScoredLogits(logits[torch.tensor(sampled, dtype=torch.long)], scores)
 
 
 def _scores(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Scores:
     rows = logits.detach().cpu().numpy()
     return tuple(
-        DrawnToken(token_id, token_logprobs(row.astype(np.float64), token_id, num_top))
+        SampledToken(token_id, token_logprobs(row.astype(np.float64), token_id, num_top))
         for row, token_id in zip(rows, token_ids, strict=True)
     )
 

@@ -148,7 +148,7 @@ class StageGroup:
         self._agent = agent
         self._size = len(places)
         self._grammars = grammars
-        self._drawing = [rank for rank, place in enumerate(places) if place.draws]
+        self._sampling_ranks = [rank for rank, place in enumerate(places) if place.draws]
         self._members = [
             [rank for rank, place in enumerate(places) if place.tensor.data_rank == data_rank]
             for data_rank in range(places[0].tensor.data_size)
@@ -198,7 +198,7 @@ class StageGroup:
     def stage_lost(self, rank: int, what: str) -> None:
         """Fail all sessions on a lost stage; `what` describes the loss as a sentence."""
         self._links = [link for link in self._links if link.rank != rank]
-        if rank in self._drawing:
+        if rank in self._sampling_ranks:
             self._fail_checks(UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
@@ -215,7 +215,11 @@ class StageGroup:
         here = [] if self._grammars is None else [self._grammars.check(grammar)]
         await asyncio.gather(
             *here,
-            *(self._check_at(link, grammar) for link in self._links if link.rank in self._drawing),
+            *(
+                self._check_at(link, grammar)
+                for link in self._links
+                if link.rank in self._sampling_ranks
+            ),
         )
 
     async def _check_at(self, link: StageLink, grammar: Grammar) -> None:

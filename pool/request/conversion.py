@@ -7,7 +7,7 @@ because clients other than routers may reach its port.
 import math
 from collections.abc import Iterator, Sequence
 
-from engine.core.request import DrawnToken, Request, SamplingParams, TokenLogprobs
+from engine.core.request import Request, SampledToken, SamplingParams, TokenLogprobs
 from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
@@ -80,14 +80,14 @@ def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tupl
     return tuple(token_ids)
 
 
-def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
+def chunk_to_proto(*tokens: SampledToken) -> pb.TokenChunk:
     """Return the tokens of one step: several if draft tokens were accepted."""
     chunk = pb.TokenChunk()
     extend_chunk(chunk, tokens)
     return chunk
 
 
-def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[DrawnToken]) -> None:
+def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[SampledToken]) -> None:
     """Append tokens to a chunk."""
     chunk.token_ids.extend([token.token_id for token in tokens])
     for token in tokens:
@@ -95,7 +95,7 @@ def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[DrawnToken]) -> None:
             chunk.logprobs.append(_logprobs_to_proto(token.logprobs))
 
 
-def scores_to_proto(first_position: int, tokens: Sequence[DrawnToken]) -> pb.PromptLogprobs:
+def scores_to_proto(first_position: int, tokens: Sequence[SampledToken]) -> pb.PromptLogprobs:
     """Return the scored tokens of a prompt, the first of them at `first_position`."""
     return pb.PromptLogprobs(
         first_position=first_position,

@@ -279,9 +279,9 @@ class LeaderMeters:
         if batch.mode is ForwardMode.PREFILL:
             self.num_prompt_tokens += batch.num_tokens
             self.work.prompt_tokens.inc(batch.num_tokens)
-        self.on_drawn(sum(row is not None for row in batch.sampling))
+        self.on_generated(sum(row is not None for row in batch.sampling))
 
-    def on_drawn(self, count: int) -> None:
+    def on_generated(self, count: int) -> None:
         """Count output tokens. Engine thread."""
         self.num_output_tokens += count
         self.work.output_tokens.inc(count)

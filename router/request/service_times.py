@@ -196,13 +196,13 @@ class Rates:
         prefill = [rate for worker in some_sources if (rate := worker.prefill_pace.tokens_per_s)]
         has_room = any(worker.snapshot.has_room(num_tokens) for worker in some_sources)
         num_paced = 0
-        drawn = 0.0
+        tokens_per_s = 0.0
         between_s = 0.0
         for worker in some_pools:
             count = worker.num_sharing(num_waiting, num_tokens)
             if (token_s := worker.decode_pace.token_s(count)) is not None:
                 num_paced = num_paced + 1
-                drawn = drawn + count / token_s
+                tokens_per_s = tokens_per_s + count / token_s
                 between_s = between_s + token_s
         ahead = PromptsAhead.of(
             [length for worker in some_sources for length in worker.prompts_ahead],
@@ -215,7 +215,7 @@ class Rates:
         mean = sum(prefill) / len(prefill) if prefill else math.inf
         return cls(
             prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
-            output_tokens_per_s=drawn / max(num_paced, 1) * len(pools) or math.inf,
+            output_tokens_per_s=tokens_per_s / max(num_paced, 1) * len(pools) or math.inf,
             prompt_token_s=1 / mean,
             output_token_s=between_s / max(num_paced, 1),
             ahead=ahead,

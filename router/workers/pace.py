@@ -17,7 +17,7 @@ from runtime.pace import MIN_TOKENS
 
 HALF_LIFE_S = 5.0  # of busy time
 MIN_PROMPTS = 3  # a single prompt may have met a cold start
-MIN_DRAWN = 32  # tokens: the first one after a start may have taken as long as a hundred others
+MIN_GENERATED = 32  # tokens: the first one after a start may have taken as long as a hundred others
 MEMORY_S = 30.0
 KEPT_SHARE = 0.9  # of the previous weight, per response
 
@@ -189,7 +189,7 @@ class _DecayedSums:
 class DecodePace:
     """Time between two tokens of one response, by the number of requests that share the pool.
 
-    Loads are grouped by powers of two; a group counts once it has generated `MIN_DRAWN` tokens.
+    Loads are grouped by powers of two; a group counts once it has generated `MIN_GENERATED` tokens.
     """
 
     clock: Clock
@@ -224,7 +224,7 @@ class DecodePace:
         lately = {
             load: sample
             for load, sample in self._by_load.items()
-            if sample.num_tokens >= MIN_DRAWN and sample.seen_s + MEMORY_S >= now_s
+            if sample.num_tokens >= MIN_GENERATED and sample.seen_s + MEMORY_S >= now_s
         }
         if not lately:
             return None, math.inf

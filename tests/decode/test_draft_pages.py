@@ -11,7 +11,7 @@ from decode.entry import DecodeEntryEvent, DecodeLimits
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from engine.speculative.contracts.verify import AcceptedRun
@@ -87,7 +87,7 @@ class Pool:
         ):
             if sampling is not None:
                 count = self.rng.randint(1, length) if batch.mode is ForwardMode.VERIFY else 1
-                runs.append(AcceptedRun(row, list(range(count)), [DrawnToken(100)] * count))
+                runs.append(AcceptedRun(row, list(range(count)), [SampledToken(100)] * count))
                 verified.append(Verified(tuple(range(count)), CHAIN))
         kept = set(self.scheduler.pages.ledger.kept_ids())
         self.written = set()

@@ -7,7 +7,7 @@ import pytest
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
-from engine.core.request import DrawnToken, Request
+from engine.core.request import Request, SampledToken
 from engine.pipeline.results import StepFailed, StepResult
 from tests.decode.test_scheduler import Client, make, request
 
@@ -51,7 +51,7 @@ def test_the_first_tree_is_grown_before_the_first_step_and_verified_by_it() -> N
     assert step.mode is ForwardMode.VERIFY
     assert step.token_ids is not None
     assert step.token_ids.tolist() == [105, *TREE.token_ids]
-    tokens = [DrawnToken(token) for token in (106, 107, 108)]
+    tokens = [SampledToken(token) for token in (106, 107, 108)]
     scheduler.on_result(step, StepResult(2, tokens, verified=[Verified((0, 1, 2))]))
     assert client.tokens == [106, 107, 108]
     assert next_batch(scheduler).mode is ForwardMode.DECODE

@@ -4,7 +4,7 @@ requests in one message, and nothing that a slow router makes longer than its an
 import pytest
 
 from decode.event_sender import MAX_JOINED, DecodeEventSender
-from engine.core.request import DrawnToken, TokenLogprobs
+from engine.core.request import SampledToken, TokenLogprobs
 from engine.pipeline.results import StepResult
 from pool.request.streams import EventSender
 from protos import decode_pb2 as pb
@@ -14,8 +14,8 @@ from tests.support.pool.arrivals import Arrivals, DecodeStream, arrivals, cancel
 from tests.support.pool.local_pool import call
 
 
-def drawn(token_id: int) -> list[DrawnToken]:
-    return [DrawnToken(token_id, TokenLogprobs(-float(token_id)))]
+def drawn(token_id: int) -> list[SampledToken]:
+    return [SampledToken(token_id, TokenLogprobs(-float(token_id)))]
 
 
 def chunk(*token_ids: int) -> types_pb2.TokenChunk:
@@ -36,7 +36,7 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(
     event_senders[1].committed(pb.DecodeCommitted())
     for token_id in range(6):
         for event_sender in event_senders.values():
-            event_sender.drawn(drawn(token_id))
+            event_sender.generated(drawn(token_id))
     event_senders[1].finished(pb.DecodeFinished())
     first = await queue.take()
     assert sorted((event.key, event.position, list(event.tokens.token_ids)) for event in first) == [
@@ -56,7 +56,7 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(
     assert [
         entry.logprob for event in first if event.key == 2 for entry in event.tokens.logprobs
     ] == [0, -1, -2, -3, -4, -5]
-    event_senders[2].drawn(drawn(6))
+    event_senders[2].generated(drawn(6))
     assert await queue.take() == [pb.DecodeEvent(key=2, position=7, tokens=chunk(6))]
 
 
@@ -66,7 +66,7 @@ async def test_a_message_has_no_more_tokens_than_a_router_takes_however_they_joi
     for key in range(300):
         event_sender = DecodeEventSender(EventSender(queue, key), 0)
         for token_id in range(3 * MAX_JOINED):
-            event_sender.drawn(drawn(token_id))
+            event_sender.generated(drawn(token_id))
     taken = []
     while len(queue):
         taken.append(await queue.take())
@@ -98,7 +98,7 @@ async def test_a_step_of_several_requests_is_one_message() -> None:
         call(
             pools.loop,
             lambda: pools.scheduler.on_result(
-                batch, StepResult(0, [DrawnToken(9)] * batch.num_rows)
+                batch, StepResult(0, [SampledToken(9)] * batch.num_rows)
             ),
         )
         events = [await stream.next() for stream in streams]
@@ -120,7 +120,7 @@ async def test_a_request_that_finishes_ends_with_the_same_message_and_holds_noth
         before = pools.router.num_messages
         batch = pools.next_batch()
         assert batch is not None
-        call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
+        call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [SampledToken(9)])))
         assert [(await stream.next()).WhichOneof("event") for _ in range(2)] == [
             "tokens",
             "finished",
@@ -140,7 +140,7 @@ async def test_a_request_without_a_source_is_acknowledged_before_its_first_token
         events = [await stream.next()]
         batch = pools.next_batch()
         assert batch is not None
-        call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
+        call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [SampledToken(9)])))
         events += [await stream.next() for _ in range(2)]
         assert [(event.position, event.WhichOneof("event")) for event in events] == [
             (0, "local"),

@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, rule
 
-from decode.entry import DecodeEntryEvent, DecodeLimits, Drawn, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Finished, Generated
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import AcceptedNodes, TokenTree, Verified
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
@@ -27,7 +27,7 @@ from tests.support.pool.cache_rig import CacheMachine, CacheRig
 PAGE = 4
 
 
-def drawn_after(tokens: Sequence[int]) -> int:
+def generated_after(tokens: Sequence[int]) -> int:
     """The token that a greedy model draws: one function of all before it."""
     return (sum(tokens) * 31 + len(tokens)) % 3
 
@@ -47,7 +47,7 @@ class Asked:
         """The prompt, and as many tokens as it may draw."""
         tokens = list(self.request.prompt_token_ids)
         for _ in range(self.request.max_tokens):
-            tokens.append(drawn_after(tokens))
+            tokens.append(generated_after(tokens))
         return tokens
 
     @property
@@ -64,7 +64,7 @@ class Asked:
         return [
             token.token_id
             for event in self.events
-            if isinstance(event, Drawn)
+            if isinstance(event, Generated)
             for token in event.tokens
         ]
 
@@ -180,7 +180,7 @@ class Rig(CacheRig[DecodeScheduler]):
         asked.has_joined = True
         self.scheduler.join(
             asked.reservation.key,
-            drawn_after(asked.request.prompt_token_ids),
+            generated_after(asked.request.prompt_token_ids),
             with_draft=with_draft,
         )
 
@@ -192,7 +192,7 @@ class Rig(CacheRig[DecodeScheduler]):
         if error is not None:
             self.spoil(batch)
         drawn = [
-            DrawnToken(self.asked[key].tokens[end])
+            SampledToken(self.asked[key].tokens[end])
             for key, end, sampling in zip(batch.request_keys, ends, batch.sampling, strict=True)
             if sampling is not None and error is None
         ]
@@ -370,7 +370,7 @@ def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
     for accepted in ((0,), (0, 2), (0, 1)):
         batch = scheduler.next_batch()
         assert batch is not None
-        drawn = [DrawnToken(100) for _ in accepted]
+        drawn = [SampledToken(100) for _ in accepted]
         scheduler.on_result(batch, StepResult(0, drawn, verified=[Verified(accepted, tree)]))
     assert any(isinstance(event, Finished) for event in events)
     assert entry.draft.accepted == AcceptedNodes(10, (0, 1)), "twelve are accepted"

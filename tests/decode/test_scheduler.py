@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import DecodeEntryEvent, DecodeLimits, Drawn, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Finished, Generated
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo
-from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
+from engine.core.request import FinishReason, Request, SampledToken, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
@@ -33,7 +33,7 @@ class Client:
         return [
             token.token_id
             for event in self.events
-            if isinstance(event, Drawn)
+            if isinstance(event, Generated)
             for token in event.tokens
         ]
 
@@ -98,7 +98,7 @@ def joined(
 
 def answer(scheduler: DecodeScheduler, batch: ForwardBatch) -> None:
     """Every drawing row gets the token 100 + position of the token drawn."""
-    tokens = [DrawnToken(100 + row.position) for row in batch.sampling if row is not None]
+    tokens = [SampledToken(100 + row.position) for row in batch.sampling if row is not None]
     scheduler.on_result(batch, StepResult(0, tokens))
 
 

@@ -11,7 +11,7 @@ import pytest
 from decode import handler
 from decode import service as arrival
 from engine.core.batch import ForwardMode
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.memory.layout import Buffer
 from engine.pipeline.results import StepFailed, StepResult
 from pool.request import router_call
@@ -84,7 +84,7 @@ def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
     if batch is None:
         return
     result = StepResult(
-        0, [DrawnToken(9) for row in batch.sampling if row is not None and error is None], error
+        0, [SampledToken(9) for row in batch.sampling if row is not None and error is None], error
     )
     call(pools.loop, lambda: pools.scheduler.on_result(batch, result))
 
@@ -109,7 +109,7 @@ async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(
     batch = pools.next_batch()
     assert batch is not None
     assert (batch.mode, batch.slot_ids.tolist()) == (ForwardMode.DECODE, [destination.slot_id])
-    call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
+    call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [SampledToken(9)])))
     stream.send(cancelled())
     await assert_gone(pools, destination.session_id)
 

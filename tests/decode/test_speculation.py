@@ -136,8 +136,13 @@ def test_a_draft_that_is_always_right(
         assert shown(pool.generate(requests())) == shown(reference)
         assert_nothing_leaked(pool)
     if drafter.shape.width == 1:  # the last step of a request may be cut short, nothing else
-        num_drawn, depth = sum(len(answer.tokens) - 1 for answer in reference), drafter.shape.depth
-        assert sum(drafter.accepted) >= num_drawn * depth // (depth + 1) - len(reference) * depth
+        num_generated, depth = (
+            sum(len(answer.tokens) - 1 for answer in reference),
+            drafter.shape.depth,
+        )
+        assert (
+            sum(drafter.accepted) >= num_generated * depth // (depth + 1) - len(reference) * depth
+        )
 
 
 @pytest.mark.parametrize(

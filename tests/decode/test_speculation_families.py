@@ -89,9 +89,9 @@ def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -
     drafter = drafter_for(target, SHAPES[shape], error_rate=0)
     assert_changes_nothing(target, size, drafter)
     if drafter.shape.width == 1:  # the last step of a request may be cut short, nothing else
-        num_drawn = sum(len(answer.tokens) - 1 for answer in reference(target))
+        num_generated = sum(len(answer.tokens) - 1 for answer in reference(target))
         depth = drafter.shape.depth
-        assert sum(drafter.accepted) >= num_drawn * depth // (depth + 1) - len(WANTED) * depth
+        assert sum(drafter.accepted) >= num_generated * depth // (depth + 1) - len(WANTED) * depth
 
 
 @pytest.mark.parametrize(

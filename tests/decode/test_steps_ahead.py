@@ -10,8 +10,8 @@ import torch
 from decode.entry import DecodeEntryEvent, DecodeLimits, Finished
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.request import DrawnToken, FinishReason, ProblemCause, Request, SamplingParams
-from engine.core.rows import NOT_DRAWN
+from engine.core.request import FinishReason, ProblemCause, Request, SampledToken, SamplingParams
+from engine.core.rows import NOT_SAMPLED
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
@@ -78,7 +78,7 @@ def test_the_next_step_is_there_before_the_result_of_the_one_in_flight() -> None
     scheduler = make()
     _, client = joined(scheduler, request(prompt=5, max_tokens=5))
     first, second = launched(scheduler), launched(scheduler)
-    assert (ids(first), ids(second)) == ([100], [NOT_DRAWN])
+    assert (ids(first), ids(second)) == ([100], [NOT_SAMPLED])
     assert (first.context_lens, second.context_lens) == ((5,), (6,))
     assert second.positions.tolist() == [6]
     assert [row.position for row in second.sampling if row is not None] == [7]
@@ -103,7 +103,7 @@ def test_the_context_limit_is_a_length_too() -> None:
     scheduler.limits = replace(scheduler.limits, max_context_tokens=8)
     joined(scheduler, request(prompt=5, max_tokens=3))
     first, second = launched(scheduler), launched(scheduler)
-    assert ids(second) == [NOT_DRAWN]
+    assert ids(second) == [NOT_SAMPLED]
     answer(scheduler, first)
     assert scheduler.next_batch() is None, "the eighth token is in flight"
     end(scheduler, second)
@@ -168,7 +168,7 @@ def test_what_depends_on_the_token_waits_for_it(what: str) -> None:
     assert scheduler.next_batch() is None
     answer(scheduler, first)
     second = launched(scheduler)
-    assert NOT_DRAWN not in ids(second)
+    assert NOT_SAMPLED not in ids(second)
     end(scheduler, second)
     assert isinstance(client.last, Finished)
 
@@ -186,7 +186,7 @@ def test_a_prompt_that_is_to_be_read_waits_for_the_step_in_flight() -> None:
     answer(scheduler, reading)
     last = launched(scheduler)
     ahead = launched(scheduler)
-    assert (last.query_lens, ids(ahead)) == ((1, 4), [NOT_DRAWN] * 2), (
+    assert (last.query_lens, ids(ahead)) == ((1, 4), [NOT_SAMPLED] * 2), (
         "the prompt's first token is due"
     )
     end(scheduler, last, ahead)
@@ -211,7 +211,7 @@ def test_who_joins_meanwhile_is_in_the_step_ahead() -> None:
     first = launched(scheduler)
     joined(scheduler, request())
     second = launched(scheduler)
-    assert sorted(ids(second)) == [NOT_DRAWN, 100]
+    assert sorted(ids(second)) == [NOT_SAMPLED, 100]
     end(scheduler, first, second)
 
 
@@ -221,7 +221,7 @@ def test_turns_go_round_among_more_than_may_run() -> None:
         joined(scheduler, request())
     first, second = launched(scheduler), launched(scheduler)
     assert (first.request_keys, second.request_keys) == ((1, 2), (3, 1))
-    assert ids(second) == [100, NOT_DRAWN]
+    assert ids(second) == [100, NOT_SAMPLED]
     end(scheduler, first, second)
 
 
@@ -286,8 +286,8 @@ def test_a_token_that_was_not_drawn_fails_its_request_alone() -> None:
     key, failing = joined(scheduler, request())
     _, other = joined(scheduler, request())
     first, second = launched(scheduler), launched(scheduler)
-    broken = DrawnToken(0, problem="NaN", cause=ProblemCause.DEFECT)
-    scheduler.on_result(first, StepResult(0, [broken, DrawnToken(106)]))
+    broken = SampledToken(0, problem="NaN", cause=ProblemCause.DEFECT)
+    scheduler.on_result(first, StepResult(0, [broken, SampledToken(106)]))
     assert isinstance(failing.last, Failed)
     scheduler.release(key)
     end(scheduler, second)

@@ -16,7 +16,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecRow, TokenTree, Verified
 from engine.core.layer_range import LayerRange
-from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.request import SampledToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
 from engine.core.state_rows import StateRow, StateSnapshot
 from engine.pipeline import frames, records
@@ -108,7 +108,7 @@ def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
 def _result_packet(numbers: random.Random) -> Packet:
     count = numbers.randrange(4)
     tokens = [
-        DrawnToken(7, TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0))), "no such token" * (place % 2))
+        SampledToken(7, TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0))), "no such token" * (place % 2))
         for place in range(count)
     ]
     verified = [Verified((0,), TokenTree((5, 6), (-1, 0)))] * count

@@ -8,7 +8,7 @@ import torch
 
 from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.pipeline.ranks import StageRanks
 from models.blocks import linear
 from models.blocks.moe import MoeSpec, SoftmaxRouting
@@ -52,7 +52,7 @@ def long_batches_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(
     description: ModelDescription, num_stages: int, tp: int, dp: int = 1
-) -> list[list[DrawnToken]]:
+) -> list[list[SampledToken]]:
     """To three prompts at once, in chunks, greedy and sampled."""
     generator = torch.Generator().manual_seed(3)
     requests = [

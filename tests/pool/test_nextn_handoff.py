@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, bytes_per_page, bytes_per_slot, travelling
 from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
@@ -195,5 +195,5 @@ def next_tree(drafter: Drafter, checkpoint: Path, first_token: int, num_nodes: i
         return drafter.propose(
             batch,
             StageOutput(aux_hidden=features),
-            [AcceptedRun(0, [0], [DrawnToken(first_token)])],
+            [AcceptedRun(0, [0], [SampledToken(first_token)])],
         )[0]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine.core.layer_range import Placement
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
 from tests.support.covering import all_pairs, covering, pairs_of
@@ -67,7 +67,7 @@ def described(model: str) -> ModelDescription:
 
 
 @cache
-def expected(model: str) -> list[list[DrawnToken]]:
+def expected(model: str) -> list[list[SampledToken]]:
     """Of one process."""
     with local_pool(described(model)) as pool:
         return [answer.tokens for answer in pool.generate(requests())]

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from engine.core.request import DrawnToken, Request, TokenLogprobs
+from engine.core.request import Request, SampledToken, TokenLogprobs
 from pool.request.streams import EventSender, Inbox
 from prefill.event_sender import MAX_UNREAD_SCORES, PrefillEventSender
 from prefill.prompts import Scored
@@ -92,7 +92,7 @@ async def test_a_prompt_ends_whose_scores_wait_for_too_long_however_often_one_is
     request = Request("r", (1,), max_tokens=1)
     handler = PrefillHandler(cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5)
     for position in range(MAX_UNREAD_SCORES + 200):
-        inbox.happened(Scored(position, (DrawnToken(1, TokenLogprobs(-1.0)),)))
+        inbox.happened(Scored(position, (SampledToken(1, TokenLogprobs(-1.0)),)))
     running, num_read = asyncio.create_task(handler.run()), 0
     while not running.done() and num_read < 100:
         await asyncio.wait([running], timeout=0.1)

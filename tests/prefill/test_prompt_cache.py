@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, rule
 
 from engine.core.batch import ForwardBatch
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.core.state_rows import NO_STATES
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
@@ -138,7 +138,7 @@ class Rig(CacheRig[PrefillScheduler]):
             for states in batch.states:
                 for snapshot in states.snapshots:
                     self.states[snapshot.slot_id] = (-1,)
-        tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
+        tokens = [SampledToken(1) for row in batch.sampling if row is not None]
         scores: list[Scores] = [() for row in batch.scoring if row is not None]
         self.scheduler.on_result(
             batch, StepResult(0, [] if error else tokens, error, scores=[] if error else scores)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from engine.core.batch import ForwardBatch
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
@@ -70,7 +70,7 @@ def submit(
 
 def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
     tokens = [
-        DrawnToken(key)
+        SampledToken(key)
         for key, row in zip(batch.request_keys, batch.sampling, strict=True)
         if row is not None
     ]
@@ -111,8 +111,8 @@ def test_scores_leave_per_chunk_and_before_the_first_token() -> None:
     while (batch := scheduler.next_batch()) is not None:
         (row,) = batch.scoring
         assert row is not None
-        scores = tuple(DrawnToken(token) for token in row.next_token_ids)
-        tokens = [DrawnToken(7)] if batch.sampling[0] is not None else []
+        scores = tuple(SampledToken(token) for token in row.next_token_ids)
+        tokens = [SampledToken(7)] if batch.sampling[0] is not None else []
         scheduler.on_result(batch, StepResult(0, tokens, scores=[scores]))
     assert client.kinds() == ["Started", "Scored", "Scored", "Scored", "FirstToken"]
     scored = [event for event in client.events if isinstance(event, Scored)]

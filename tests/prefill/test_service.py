@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.core.layer_range import Placement, get_pp_indices
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -220,7 +220,7 @@ async def to_first_token(pools: SendingPool) -> tuple[PrefillStream, transfer_pb
     async with asyncio.timeout(60):
         while stream.events.qsize() < 2:
             if (batch := await pools.loop.submit(pools.scheduler.next_batch)) is not None:
-                drawn = [DrawnToken(5) for row in batch.sampling if row is not None]
+                drawn = [SampledToken(5) for row in batch.sampling if row is not None]
                 call(pools.loop, partial(pools.scheduler.on_result, batch, StepResult(0, drawn)))
             await asyncio.sleep(0.001)
     terms = codec.source_from_proto((await stream.next()).started.terms)

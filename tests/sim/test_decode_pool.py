@@ -9,7 +9,7 @@ import pytest
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError
 from sim.costs import DecodeCosts
-from sim.decode_pool import DecodePool, DrawnRow, Rounds
+from sim.decode_pool import DecodePool, Rounds, SimulatedRow
 
 CLOCK = ManualClock().now  # rows only remember it
 COSTS = DecodeCosts(
@@ -24,7 +24,7 @@ class Coming:
     output: int
 
 
-def drawn_in_spans(
+def generated_in_spans(
     costs: DecodeCosts, coming: list[Coming], page_size: int = 16
 ) -> dict[int, float]:
     """When each got its last token."""
@@ -41,14 +41,14 @@ def drawn_in_spans(
             ended.update({row.key: now_s for row in pool.advance(now_s)})
         else:
             key, item = left.pop(0)
-            row = DrawnRow(key, item.prompt, item.output)
+            row = SimulatedRow(key, item.prompt, item.output)
             pool.reserve(row)
             pool.join(row, due_s)
         pool.check()
     return ended
 
 
-def drawn_in_rounds(costs: DecodeCosts, coming: list[Coming]) -> dict[int, float]:
+def generated_in_rounds(costs: DecodeCosts, coming: list[Coming]) -> dict[int, float]:
     """The same by the plainest way: who is there when a round begins takes part in it."""
     rows, now_s, ended, left = (
         dict[int, list[int]](),
@@ -81,7 +81,7 @@ def test_spans_give_the_times_of_single_rounds(seed: int) -> None:
     rng = random.Random(seed)
     times = sorted(rng.uniform(0, 4) for _ in range(30))
     coming = [Coming(at_s, rng.randint(1, 3000), rng.randint(1, 60)) for at_s in times]
-    found, expected = drawn_in_spans(COSTS, coming), drawn_in_rounds(COSTS, coming)
+    found, expected = generated_in_spans(COSTS, coming), generated_in_rounds(COSTS, coming)
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, abs=1e-9)
 
@@ -101,7 +101,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
     its last four tokens, and draws the five it lacks."""
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, replay_s=0, num_pages=8, growth_tokens=0)
     pool, now_s = DecodePool(costs, 4, CLOCK), 0.0
-    rows = [DrawnRow(key, 12, 8) for key in (1, 2)]
+    rows = [SimulatedRow(key, 12, 8) for key in (1, 2)]
     for row in rows:
         pool.reserve(row)
     for row in rows:
@@ -114,7 +114,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
         if now_s == 4.0:
             assert pool.num_waiting == 1
             with pytest.raises(CapacityError, match="preempted"):
-                pool.reserve(DrawnRow(3, 1, 1))
+                pool.reserve(SimulatedRow(3, 1, 1))
     assert [row.num_preemptions for row in rows] == [0, 1]
     assert ended == {1: 8.0, 2: 13.0}
     assert pool.pages_free(now_s) == 8
@@ -122,10 +122,10 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
 
 def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> None:
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, num_pages=8, growth_tokens=0)
-    pool, row = DecodePool(costs, 4, CLOCK), DrawnRow(1, 12, 100)
+    pool, row = DecodePool(costs, 4, CLOCK), SimulatedRow(1, 12, 100)
     pool.reserve(row)
     pool.join(row, 0.0)
-    assert pool.drawn(row, 2.5) == 2
+    assert pool.generated(row, 2.5) == 2
     pool.release(row, 2.5)
     assert pool.span is not None
     assert pool.span.ends_s == 3.0
@@ -139,7 +139,7 @@ def test_rows_wait_for_what_else_has_to_be_done() -> None:
     nothing, unless it is to be done first."""
     pool = DecodePool(DecodeCosts(step_s=0.01, row_s=0, context_s=0), 16, CLOCK)
     assert not pool.interrupt(0.004, 0.0)
-    row = DrawnRow(0, 10, 10)
+    row = SimulatedRow(0, 10, 10)
     pool.reserve(row)
     pool.join(row, 0.0)
     assert pool.span is not None
@@ -152,7 +152,7 @@ def test_rows_wait_for_what_else_has_to_be_done() -> None:
     assert pool.advance(0.108) == [row]
     assert pool.busy_s == pytest.approx(0.108)
     pool.delay(0.004)
-    again = DrawnRow(1, 10, 10)
+    again = SimulatedRow(1, 10, 10)
     pool.reserve(again)
     pool.join(again, 1.0)
     assert pool.span.ends_s == pytest.approx(1.104)

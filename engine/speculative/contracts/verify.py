@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecInfo
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.sampling.sampler import Sampler, takes_maximum
 from runtime.errors import InternalError
 
@@ -24,7 +24,7 @@ class AcceptedRun:
 
     row: int
     accepted: list[int] = field(default_factory=list)
-    tokens: list[DrawnToken] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
 
 
 def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
@@ -47,7 +47,7 @@ def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
     )
 
 
-def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[AcceptedRun]:
+def sample_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[AcceptedRun]:
     """Return one run per sampling row, in row order.
 
     `logits` is [N, vocab] fp32: in a VERIFY batch one row per node of the sampling rows, in other
@@ -57,29 +57,29 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
     Raises:
         InternalError: the model returned another number of rows.
     """
-    drawing = [(index, row) for index, row in enumerate(batch.sampling) if row is not None]
+    sampled = [(index, row) for index, row in enumerate(batch.sampling) if row is not None]
     is_verify = batch.mode is ForwardMode.VERIFY
-    counts = [batch.query_lens[index] if is_verify else 1 for index, _ in drawing]
+    counts = [batch.query_lens[index] if is_verify else 1 for index, _ in sampled]
     found = 0 if logits is None else logits.shape[0]
     if found != sum(counts):
         raise InternalError(
-            f"{len(drawing)} rows sample from {sum(counts)} rows of logits, the model returned {found}"
+            f"{len(sampled)} rows sample from {sum(counts)} rows of logits, the model returned {found}"
         )
-    if logits is None or not drawing:
+    if logits is None or not sampled:
         return []
     if not is_verify:
-        tokens = sampler(logits, [row for _, row in drawing])
+        tokens = sampler(logits, [row for _, row in sampled])
         return [
             AcceptedRun(index, [0], [token])
-            for (index, _), token in zip(drawing, tokens, strict=True)
+            for (index, _), token in zip(sampled, tokens, strict=True)
         ]
     starts = [sum(counts[:index]) for index in range(len(counts))]
-    runs = [AcceptedRun(index, [0]) for index, _ in drawing]
+    runs = [AcceptedRun(index, [0]) for index, _ in sampled]
     # Such tokens do not depend on the path, so one call samples all nodes.
-    if all(takes_maximum(row) and row.output is None for _, row in drawing):
+    if all(takes_maximum(row) and row.output is None for _, row in sampled):
         known = sampler(
             logits,
-            [row for (_, row), count in zip(drawing, counts, strict=True) for _ in range(count)],
+            [row for (_, row), count in zip(sampled, counts, strict=True) for _ in range(count)],
         )
         _walk(
             runs,
@@ -88,9 +88,9 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
         )
         return runs
 
-    def draw(walking: Sequence[int]) -> list[DrawnToken]:
+    def draw(walking: Sequence[int]) -> list[SampledToken]:
         rows = [
-            sampling_at(drawing[at][1], [token.token_id for token in runs[at].tokens])
+            sampling_at(sampled[at][1], [token.token_id for token in runs[at].tokens])
             for at in walking
         ]
         return sampler(logits[[starts[at] + runs[at].accepted[-1] for at in walking]], rows)
@@ -102,7 +102,7 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
 def _walk(
     runs: Sequence[AcceptedRun],
     children: Sequence[Mapping[tuple[int, int], int]],
-    draw: Callable[[Sequence[int]], list[DrawnToken]],
+    draw: Callable[[Sequence[int]], list[SampledToken]],
 ) -> None:
     """Walk all runs to their ends at once.
 

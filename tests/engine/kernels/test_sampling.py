@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.batch import SamplingRow
-from engine.core.request import DrawnToken, ProblemCause, SamplingParams
+from engine.core.request import ProblemCause, SampledToken, SamplingParams
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.tokens.sampling import NOT_HERE, draw_tokens
 from engine.sampling.sampler import sample
@@ -129,4 +129,4 @@ def test_a_row_without_a_largest_number_ends_alone(value: float, place: int) -> 
     assert drawn(logits, rules) == [fine[0], NOT_HERE, fine[2]]
     tokens = sample(logits, [SamplingRow(params, position=7) for params in rules])
     assert tokens[1].cause is ProblemCause.DEFECT
-    assert [tokens[0], tokens[2]] == [DrawnToken(fine[0]), DrawnToken(fine[2])]
+    assert [tokens[0], tokens[2]] == [SampledToken(fine[0]), SampledToken(fine[2])]

@@ -11,9 +11,9 @@ import torch
 
 from decode.worker import DecodeRole
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
-from engine.core.request import DrawnToken, SamplingParams
-from engine.core.rows import NOT_DRAWN, Row, build_batch
-from engine.pipeline.ahead import AheadStage, drawn_tokens, put_drawn
+from engine.core.request import SampledToken, SamplingParams
+from engine.core.rows import NOT_SAMPLED, Row, build_batch
+from engine.pipeline.ahead import AheadStage, put_sampled, sampled_tokens
 from engine.pipeline.results import StepFailed, StepResult, StepResults
 from engine.pipeline.stages import SingleStage
 from engine.sampling.guided import GuidedSampler
@@ -62,7 +62,7 @@ class Script:
         self.result = StepResult(
             number,
             [
-                DrawnToken(100 * (number + 1) + row)
+                SampledToken(100 * (number + 1) + row)
                 for row, sampling in enumerate(batch.sampling)
                 if sampling is not None
             ],
@@ -129,7 +129,7 @@ def test_the_next_step_is_planned_before_the_one_that_computes_ends(
     planner = Planner(on_plan=plan)
     stage = ahead(stages, Script(before={0: forward}), planner)
     stage.launch((step((1, 7)),))
-    stage.launch((step((1, NOT_DRAWN)),))
+    stage.launch((step((1, NOT_SAMPLED)),))
     assert [token.token_id for token in result(stage).tokens] == [100]
     assert [token.token_id for token in result(stage).tokens] == [200]
     assert events == ["planned", "planned", "ended"]
@@ -152,8 +152,8 @@ def test_rows_get_the_token_that_their_request_has_drawn(stages: list[AheadStage
     stage = ahead(stages, script)
     for batch in (
         step((1, 7), (2, 8), (3, 9)),
-        step((3, NOT_DRAWN), (5, 6), (1, NOT_DRAWN)),
-        step((1, NOT_DRAWN)),
+        step((3, NOT_SAMPLED), (5, 6), (1, NOT_SAMPLED)),
+        step((1, NOT_SAMPLED)),
     ):
         stage.launch((batch,))
     for _ in range(3):
@@ -164,9 +164,9 @@ def test_rows_get_the_token_that_their_request_has_drawn(stages: list[AheadStage
 def test_a_row_that_draws_nothing_gives_no_token() -> None:
     batch = step((1, 7), (2, 8))
     batch.sampling = (None, DRAWS)
-    assert drawn_tokens(batch, StepResult(0, [DrawnToken(42)])) == {2: 42}
-    follows = step((1, 9), (2, NOT_DRAWN))
-    put_drawn(follows, {2: 42})
+    assert sampled_tokens(batch, StepResult(0, [SampledToken(42)])) == {2: 42}
+    follows = step((1, 9), (2, NOT_SAMPLED))
+    put_sampled(follows, {2: 42})
     assert ids(follows) == [9, 42]
 
 
@@ -181,7 +181,7 @@ def test_a_failed_step_leaves_its_followers_a_token_of_the_vocabulary(
     script = Script(before={0: fail})
     stage = ahead(stages, script)
     stage.launch((step((1, 7)),))
-    stage.launch((step((1, NOT_DRAWN), (2, 8)),))
+    stage.launch((step((1, NOT_SAMPLED), (2, 8)),))
     assert isinstance(result(stage).error, StepFailed)
     assert result(stage).error is None
     assert script.seen[1] == [0, 8]
@@ -218,11 +218,11 @@ def test_a_thread_that_is_closed_ends(stages: list[AheadStage]) -> None:
 def test_s1_2_a_plan_made_ahead_is_marked_and_the_one_that_runs() -> None:
     """The tokens that come later change nothing of it."""
     stage, attention, model = executor()
-    batch = step((0, NOT_DRAWN), (1, 3), draws=False)
+    batch = step((0, NOT_SAMPLED), (1, 3), draws=False)
     stage.plan_ahead(batch)
     assert batch.forward_metadata_planner is attention
     plan = batch.forward_metadata_plan
-    put_drawn(batch, {0: 9})
+    put_sampled(batch, {0: 9})
     assert ids(batch) == [9, 3]
     stage.run(batch)
     assert (attention.num_plans, stage.num_plans) == (1, 1)

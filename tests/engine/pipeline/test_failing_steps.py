@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.entry import Finished
 from engine.core.batch import SamplingRow
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.pipeline.results import StepFailed
 from engine.sampling.guided import GuidedSampler
 from tests.support.models.tiny_models import QWEN3, tiny
@@ -39,7 +39,7 @@ def test_what_the_last_stage_cannot_finish_ends_its_request_alone(
     errors = [KeyError("a bug")]
 
     class Sampler(GuidedSampler):
-        def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
+        def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
             if errors:
                 raise errors.pop()
             return super().__call__(logits, rows)

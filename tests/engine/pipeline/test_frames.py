@@ -21,7 +21,7 @@ from engine.core.batch import (
     ScoringRow,
 )
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
-from engine.core.request import DrawnToken, ProblemCause, SamplingParams, TokenLogprobs
+from engine.core.request import ProblemCause, SampledToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
 from engine.core.state_rows import StateRow, StateSnapshot
 from engine.pipeline import records
@@ -156,7 +156,7 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
 
 DRAWN = st.lists(
     st.builds(
-        DrawnToken,
+        SampledToken,
         st.integers(0, 2**31),
         st.none()
         | st.builds(
@@ -172,7 +172,7 @@ DRAWN = st.lists(
 
 @given(tokens=DRAWN, scores=st.lists(DRAWN.map(tuple), max_size=3))
 def test_result_survives_the_wire(
-    tokens: list[DrawnToken], scores: list[tuple[DrawnToken, ...]]
+    tokens: list[SampledToken], scores: list[tuple[SampledToken, ...]]
 ) -> None:
     packet = records.pack_result(9, tokens, scores=scores)
     assert packet.sequence == 9
@@ -181,7 +181,7 @@ def test_result_survives_the_wire(
 
 @given(st.lists(st.builds(Verified, st.lists(st.integers(0, 31), min_size=1).map(tuple), TREES)))
 def test_what_was_verified_survives_the_wire(verified: list[Verified]) -> None:
-    tokens = [DrawnToken(node) for row in verified for node in row.accepted]
+    tokens = [SampledToken(node) for row in verified for node in row.accepted]
     assert records.unpack_result(records.pack_result(9, tokens, verified)) == records.StageResult(
         tokens, verified, []
     )
@@ -200,7 +200,7 @@ def test_an_error_is_cut_where_it_is_too_long() -> None:
 
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=300))
 def test_nonsense_is_an_error(cut: int, junk: bytes) -> None:
-    packet = records.pack_result(1, [DrawnToken(5, TokenLogprobs(-1.0, ((1, -2.0),)))])
+    packet = records.pack_result(1, [SampledToken(5, TokenLogprobs(-1.0, ((1, -2.0),)))])
     for record in (packet.record[: min(cut, len(packet.record) - 1)], junk):
         with pytest.raises(InternalError, match="malformed result in frame 1"):
             records.unpack_result(replace(packet, record=record))

@@ -11,7 +11,7 @@ import torch
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.layer_range import TensorRank
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.pipeline.frame_parts import FrameParts
 from engine.pipeline.overlap import Half, Overlap
@@ -42,7 +42,7 @@ class Counted(Overlap):
         return super().run(first, second)
 
 
-def answers(model: str, num_stages: int, overlaps: Sequence[Overlap]) -> list[list[DrawnToken]]:
+def answers(model: str, num_stages: int, overlaps: Sequence[Overlap]) -> list[list[SampledToken]]:
     rng = random.Random(5)
     requests = [
         Request(

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from engine.core.batch import ForwardMode, OutputOpening, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecRow, node_depths
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.sampling import guided
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
-from engine.speculative.contracts.verify import draw_runs, sampling_at
+from engine.speculative.contracts.verify import sample_runs, sampling_at
 from runtime.errors import InternalError, InvalidRequestError, StalledError
 from runtime.grammar import (
     Grammar,
@@ -209,7 +209,7 @@ def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> No
         ForwardMode.VERIFY, [Row(1, tokens, 0, [1], 0, at, SpecRow(tuple(parents)))]
     )
     logits = torch.cat([position_logits(depth) for depth in depths])
-    (run,) = draw_runs(logits, batch, sampler)
+    (run,) = sample_runs(logits, batch, sampler)
     assert [token.token_id for token in run.tokens] == plain[:5]
     (after_tree,) = sampler(position_logits(2), [sampling_at(at, plain[:2])])
     assert after_tree.token_id == plain[2], "back to where fewer tokens were kept"
@@ -248,7 +248,7 @@ def test_rows_without_a_grammar_are_drawn_as_ever(grammars: Grammars) -> None:
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
     free = SamplingRow(SamplingParams(temperature=0), position=0)
     mixed = GuidedSampler(grammars)(logits, [free, row(regex("q"), 0)])
-    assert mixed == [sample(logits[:1], [free])[0], DrawnToken(ord("q"))]
+    assert mixed == [sample(logits[:1], [free])[0], SampledToken(ord("q"))]
 
 
 def test_what_follows_the_end_counts_for_nothing_and_harms_nothing(grammars: Grammars) -> None:
@@ -288,7 +288,7 @@ def test_masks_are_computed_beside_the_forward(
     )
     logits = torch.full((5, VOCAB_SIZE), -9.0)
     logits[0, ord("a")] = logits[1, ord("b")] = logits[2, ord("7")] = logits[3, ord("8")] = 50.0
-    (run,) = draw_runs(logits, batch, sampler)
+    (run,) = sample_runs(logits, batch, sampler)
     assert "".join(chr(token.token_id) for token in run.tokens) == "ab78"
     monkeypatch.setattr(GuidedText, "ask", asked)
     sampler.reset()

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecRow
-from engine.core.request import DrawnToken, ProblemCause, Request, SamplingParams
+from engine.core.request import ProblemCause, Request, SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import TokenCounts, sample
-from engine.speculative.contracts.verify import draw_runs, sampling_at
+from engine.speculative.contracts.verify import sample_runs, sampling_at
 from tests.support.models.tiny_models import LLAMA, tiny
 from tests.support.pool import local_pool as pools
 
@@ -82,7 +82,7 @@ def test_a_step_draws_from_changes_what_it_draws_from_the_whole(seed: int) -> No
             for path in paths_of(row, output)
         ]
         sampler.prepare(batch)
-        runs = draw_runs(torch.cat([logits_after(path) for path in paths]), batch, sampler)
+        runs = sample_runs(torch.cat([logits_after(path) for path in paths]), batch, sampler)
         for one, output, run in zip(asked, outputs, runs, strict=True):
             for token in run.tokens:
                 assert [token] == sample(logits_after(output), [sampling_row(one, output)])
@@ -194,7 +194,7 @@ def test_drawing_costs_what_changed_not_what_the_context_is_long(
     monkeypatch.setattr("engine.sampling.sampler.np.fromiter", counting)
     for step in range(5):
         output.append(step)
-        drawn: list[DrawnToken] = sampler(
+        drawn: list[SampledToken] = sampler(
             logits, [sampling_row(long, output, key=1, known=step, is_only=False)]
         )
         assert not drawn[0].problem

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.batch import OutputOpening, OutputRow, SamplingRow
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.sampling.sampler import adjusted, largest, sample
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
@@ -69,7 +69,7 @@ def all_of(prompt: tuple[int, ...], output: tuple[int, ...]) -> OutputRow:
     return OutputRow(0, 0, output, OutputOpening(prompt), is_only=True)
 
 
-def draw_one(logits: Sequence[float], sampling_row: SamplingRow) -> DrawnToken:
+def draw_one(logits: Sequence[float], sampling_row: SamplingRow) -> SampledToken:
     return sample(torch.tensor([logits], dtype=torch.float32), [sampling_row])[0]
 
 

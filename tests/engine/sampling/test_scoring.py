@@ -43,8 +43,8 @@ def test_scores_are_log_probabilities_of_the_token_that_follows() -> None:
     """Each row of logits is [0, ln 3]: probabilities 1/4 and 3/4."""
     logits = torch.tensor([[9.0, 8.0], [0.0, math.log(3)], [0.0, math.log(3)], [7.0, 6.0]])
     scored = score(logits, scored_batch())
-    assert scored.drawing is not None
-    assert scored.drawing.tolist() == [[9.0, 8.0], [7.0, 6.0]]
+    assert scored.sampled is not None
+    assert scored.sampled.tolist() == [[9.0, 8.0], [7.0, 6.0]]
     (tokens,) = scored.scores
     values = [
         (token.token_id, token.logprobs.logprob, token.logprobs.top)

@@ -6,7 +6,7 @@ from engine.backends.cuda.flashinfer import FlashInferAttention
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.graphs.buckets import extend_buckets
 from engine.kernels.device.cache import write_kv
@@ -104,7 +104,7 @@ class Draft:
         )
         runs = [
             AcceptedRun(
-                row, list(range(count)), [DrawnToken(7 + row + place) for place in range(count)]
+                row, list(range(count)), [SampledToken(7 + row + place) for place in range(count)]
             )
             for row, (_, count) in enumerate(rows.values())
         ]

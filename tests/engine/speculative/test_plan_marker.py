@@ -12,7 +12,7 @@ from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
 from engine.speculative.attention.draft_attention import DraftAttention
@@ -108,7 +108,7 @@ class Bench:
             ],
         )
         runs = [
-            AcceptedRun(row, [0], [DrawnToken(7 + row)])
+            AcceptedRun(row, [0], [SampledToken(7 + row)])
             for row in range(len(rows) if drawing else 0)
         ]
         return self.drafter.propose(

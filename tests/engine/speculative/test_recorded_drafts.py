@@ -11,7 +11,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.speculative.attention.draft_attention import DraftAttention, RoundAttention
 from engine.speculative.attention.multistep import MultiStepAttention
@@ -105,7 +105,7 @@ class Draft:
             AcceptedRun(
                 row,
                 list(range(accepted[key])),
-                [DrawnToken((7 + key + place) % VOCAB) for place in range(accepted[key])],
+                [SampledToken((7 + key + place) % VOCAB) for place in range(accepted[key])],
             )
             for row, key in enumerate(counts)
         ]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree, ancestors
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import Request, SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.sampler import sample
-from engine.speculative.contracts.verify import AcceptedRun, draw_runs, sampling_at
+from engine.speculative.contracts.verify import AcceptedRun, sample_runs, sampling_at
 
 VOCAB, PROMPT = 5, (1, 2, 3)
 PARAMS = st.sampled_from(
@@ -33,7 +33,7 @@ def target(path: tuple[int, ...]) -> Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(hash(path) % 2**31)).mul(1.5)
 
 
-def plain(request: Request, outputs: list[int], count: int) -> list[DrawnToken]:
+def plain(request: Request, outputs: list[int], count: int) -> list[SampledToken]:
     """What decoding one token at a time gives."""
     outputs, drawn = list(outputs), []
     for _ in range(count):
@@ -106,7 +106,7 @@ def test_any_tree_emits_what_plain_decoding_does(
             for request, (_, tree, outputs, _) in zip(requests, rows, strict=True)
         ]
     )
-    runs = draw_runs(logits, batch, sample)
+    runs = sample_runs(logits, batch, sample)
     for run, request, (_, tree, outputs, _) in zip(runs, requests, rows, strict=True):
         assert run.tokens == plain(request, outputs, len(run.tokens))
         path = [tree.token_ids[node - 1] for node in run.accepted[1:]]
@@ -132,11 +132,11 @@ def test_rows_that_take_the_likeliest_token_are_drawn_in_one_call() -> None:
     batch, logits = verify_batch([(request, [0], tree), (request, [0], right)])
     calls = []
 
-    def counted(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
+    def counted(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         calls.append(len(rows))
         return sample(logits, rows)
 
-    runs = draw_runs(logits, batch, counted)
+    runs = sample_runs(logits, batch, counted)
     assert calls == [8]
     assert runs[1].accepted == [0, 1, 2, 3]
     assert runs[1].tokens == plain(request, [0], 4)
@@ -147,7 +147,7 @@ def test_a_tree_that_is_always_right_is_accepted_whole() -> None:
     right = [token.token_id for token in plain(request, [3], 6)]
     tree = TokenTree(tuple(right[:5]), tuple(range(-1, 4)))
     batch, logits = verify_batch([(request, [3], tree)])
-    (run,) = draw_runs(logits, batch, sample)
+    (run,) = sample_runs(logits, batch, sample)
     assert run.accepted == [0, 1, 2, 3, 4, 5]
     assert [token.token_id for token in run.tokens] == right
 
@@ -160,7 +160,7 @@ def test_rejected_nodes_may_hold_anything() -> None:
     batch, logits = verify_batch([(request, [3], tree)])
     poisoned = logits.clone()
     poisoned[[1, 3]] = math.nan
-    assert draw_runs(poisoned, batch, sample) == draw_runs(logits, batch, sample)
+    assert sample_runs(poisoned, batch, sample) == sample_runs(logits, batch, sample)
 
 
 def test_rows_that_draw_nothing_are_left_out() -> None:
@@ -169,7 +169,7 @@ def test_rows_that_draw_nothing_are_left_out() -> None:
         [(request, [3], TokenTree()), (request, [4], TokenTree((1,), (-1,)))]
     )
     batch.sampling = (None, batch.sampling[1])
-    runs = draw_runs(logits[1:], batch, sample)
+    runs = sample_runs(logits[1:], batch, sample)
     assert [run.row for run in runs] == [1]
 
 
@@ -177,8 +177,8 @@ def test_a_batch_without_trees_draws_one_token_a_row() -> None:
     request = Request("r", PROMPT, 99, SamplingParams(temperature=0))
     row = Row(1, [3], len(PROMPT), [1], 0, sampling_row(request, [3]))
     batch = build_batch(ForwardMode.DECODE, [row])
-    token = DrawnToken(int(target((3,)).argmax()))
-    assert draw_runs(target((3,))[None], batch, sample) == [AcceptedRun(0, [0], [token])]
+    token = SampledToken(int(target((3,)).argmax()))
+    assert sample_runs(target((3,))[None], batch, sample) == [AcceptedRun(0, [0], [token])]
 
 
 def test_bans_end_where_min_tokens_ends() -> None:
@@ -205,7 +205,7 @@ def test_sampled_runs_follow_the_targets_distribution() -> None:
         outputs = [2]
         while len(outputs) < 3:
             batch, logits = verify_batch([(request, outputs, tree)])
-            outputs += [token.token_id for token in draw_runs(logits, batch, sample)[0].tokens]
+            outputs += [token.token_id for token in sample_runs(logits, batch, sample)[0].tokens]
         frequencies[tuple(outputs[1:3])] += 1
     distance = noise = 0.0
     for first in range(VOCAB):

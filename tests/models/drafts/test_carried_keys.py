@@ -13,7 +13,7 @@ from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import CarriedKeys, SpecRow, TokenTree
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind
 from engine.speculative.attention.draft_attention import DraftAttention
@@ -102,7 +102,7 @@ class Bench:
                 for key, (prompt, table) in enumerate(zip(PROMPTS, pages, strict=True))
             ],
         )
-        runs = [AcceptedRun(row, [0], [DrawnToken(7 + row)]) for row in range(2)]
+        runs = [AcceptedRun(row, [0], [SampledToken(7 + row)]) for row in range(2)]
         return drafter.propose(batch, StageOutput(aux_hidden={LAST: FEATURES}), runs)
 
 

@@ -16,7 +16,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.drafters.eagle import EagleDrafter
@@ -73,7 +73,7 @@ def proposed(
     (tree,) = made.propose(
         batch,
         StageOutput(aux_hidden={last_layer(folder): features}),
-        [AcceptedRun(0, [0], [DrawnToken(tokens[-1])])],
+        [AcceptedRun(0, [0], [SampledToken(tokens[-1])])],
     )
     return tree
 

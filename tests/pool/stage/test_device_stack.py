@@ -13,7 +13,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import TokenTree
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken
+from engine.core.request import SampledToken
 from engine.kernels.device import cache, conv, delta, delta_chunks, latent, tree
 from engine.memory.layout import CacheKind
 from engine.speculative.contracts.verify import AcceptedRun
@@ -189,7 +189,7 @@ def test_no_draft_mixes_devices(
             runs = (
                 []
                 if batch.sampling[0] is None
-                else [AcceptedRun(row, [0], [DrawnToken(5)]) for row in range(2)]
+                else [AcceptedRun(row, [0], [SampledToken(5)]) for row in range(2)]
             )
             drafter.follow(batch, output, runs)
             drafter.propose(batch, output, runs)

@@ -5,7 +5,7 @@ import pytest
 from router.workers.pace import (
     HALF_LIFE_S,
     MEMORY_S,
-    MIN_DRAWN,
+    MIN_GENERATED,
     MIN_PROMPTS,
     DecodePace,
     PrefillPace,
@@ -208,7 +208,7 @@ def test_one_token_of_a_pool_that_has_just_started_says_nothing() -> None:
     pace = DecodePace(ManualClock())
     pace.observe(1, 1, 0.7)
     assert pace.token_s(1) is None
-    pace.observe(1, MIN_DRAWN - 2, 0.3)
+    pace.observe(1, MIN_GENERATED - 2, 0.3)
     assert pace.token_s(1) is None
     pace.observe(1, 70, 0.7)
     assert pace.token_s(1) == pytest.approx(0.015, rel=0.2)

@@ -13,7 +13,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import SampledToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
 from engine.speculative.attention.draft_attention import DraftAttention
@@ -162,7 +162,7 @@ def chain_behind(
         ],
     )
     (tree,) = EagleDrafter(model=model, topk=1, steps=4, attention=attention).propose(
-        batch, StageOutput(aux_hidden=dict(hidden)), [AcceptedRun(0, [0], [DrawnToken(drawn)])]
+        batch, StageOutput(aux_hidden=dict(hidden)), [AcceptedRun(0, [0], [SampledToken(drawn)])]
     )
     return tree
 

@@ -10,7 +10,7 @@ from itertools import count, cycle
 
 from torch import Tensor
 
-from decode.entry import DecodeEntryEvent, DecodeLimits, Drawn, Finished
+from decode.entry import DecodeEntryEvent, DecodeLimits, Finished, Generated
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from engine.backends.cpu.attention import CpuAttention
@@ -21,7 +21,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import SpecInfo
 from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank, get_pp_indices
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken, Request
+from engine.core.request import Request, SampledToken
 from engine.loop import EngineLoop, Scheduler
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -291,13 +291,13 @@ def _serve(follower: FollowerStage, channel: TensorChannel) -> None:
 class Answer:
     """What one request got; `done` is set by its last event."""
 
-    tokens: list[DrawnToken] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     finished: Finished | None = None
     failed: Failed | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
     def emit(self, event: DecodeEntryEvent) -> None:
-        if isinstance(event, Drawn):
+        if isinstance(event, Generated):
             self.tokens += event.tokens
         else:
             self.finished = event if isinstance(event, Finished) else None

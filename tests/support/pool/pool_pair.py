@@ -10,7 +10,7 @@ from itertools import count, cycle
 from typing import NamedTuple
 
 from decode.request_memory import Reservation
-from engine.core.request import DrawnToken, Request
+from engine.core.request import Request, SampledToken
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheSpec
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -112,7 +112,7 @@ class PoolPair:
     sources: _Agents
     dests: _Agents
 
-    def generate(self, requests: Sequence[Request]) -> list[list[DrawnToken]]:
+    def generate(self, requests: Sequence[Request]) -> list[list[SampledToken]]:
         """All at once, each side's by its data ranks in turn; keys on both sides count from 1."""
         prompts = [
             self._read(scheduler, request)

@@ -21,7 +21,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from decode.event_sender import DecodeEventSender
-from engine.core.request import DrawnToken, TokenLogprobs
+from engine.core.request import SampledToken, TokenLogprobs
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from pool.request.streams import Inbox
 from protos import (
@@ -527,7 +527,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             event_sender.local(decode_pb2.DecodeLocal(cached_tokens=16 * len(self.kept)))
             await self.reached(Point.COMPUTED, request)
             tokens += expected_tokens(list(request.prompt_token_ids), 1)
-            event_sender.drawn([DrawnToken(token_id) for token_id in tokens])
+            event_sender.generated([SampledToken(token_id) for token_id in tokens])
         assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), (
             "what it gets is what was drawn"
         )
@@ -540,8 +540,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 chunk.append((tokens[-1] + 1) % VOCAB_SIZE)
                 tokens.append(chunk[-1])
             shows = request.HasField("num_top_logprobs")
-            event_sender.drawn(
-                [DrawnToken(t, TokenLogprobs(-float(t)) if shows else None) for t in chunk]
+            event_sender.generated(
+                [SampledToken(t, TokenLogprobs(-float(t)) if shows else None) for t in chunk]
             )
             while not is_sent():  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
                 await asyncio.sleep(0)
