@@ -22,19 +22,21 @@ class PrefillEventSender:
         self._event_sender = event_sender
         self._key = event_sender.key
         self._num_unread = 0  # scored events that the client has not taken
-        self._held: deque[pb.PrefillEvent] = deque()  # events held back by the limit
-        self._held_since_s = 0.0
-        self._held_s = 0.0  # total of earlier waits
+        self._waiting: deque[pb.PrefillEvent] = deque()  # events held back by the limit
+        self._stalled_since_s = 0.0
+        self._stalled_s = 0.0  # total of earlier waits
 
     @property
-    def is_held_up(self) -> bool:
+    def is_stalled(self) -> bool:
         """Return whether an event waits until the client reads."""
-        return bool(self._held)
+        return bool(self._waiting)
 
     @property
-    def held_s(self) -> float:
+    def stalled_s(self) -> float:
         """Return the total seconds that events have waited for the client to read."""
-        return self._held_s + (time.monotonic() - self._held_since_s if self._held else 0.0)
+        return self._stalled_s + (
+            time.monotonic() - self._stalled_since_s if self._waiting else 0.0
+        )
 
     def started(self, started: pb.PrefillStarted) -> None:
         self._send(pb.PrefillEvent(key=self._key, started=started))
@@ -62,16 +64,16 @@ class PrefillEventSender:
                 )
             )
         self._num_unread -= read.count
-        held_s = self.held_s
-        while self._held and self._may_go(self._held[0]):
-            self._pass(self._held.popleft())
-        self._held_s, self._held_since_s = held_s, time.monotonic()
+        stalled_s = self.stalled_s
+        while self._waiting and self._may_go(self._waiting[0]):
+            self._pass(self._waiting.popleft())
+        self._stalled_s, self._stalled_since_s = stalled_s, time.monotonic()
 
     def _send(self, event: pb.PrefillEvent) -> None:
-        if self._held or not self._may_go(event):
-            if not self._held:
-                self._held_since_s = time.monotonic()
-            self._held.append(event)
+        if self._waiting or not self._may_go(event):
+            if not self._waiting:
+                self._stalled_since_s = time.monotonic()
+            self._waiting.append(event)
         else:
             self._pass(event)
 

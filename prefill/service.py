@@ -134,9 +134,9 @@ class PrefillHandler:
         computing last as long as the request. The error lets the router try another worker, unless
         the client causes the delay.
         """
-        if self._event_sender.is_held_up:
+        if self._event_sender.is_stalled:
             return (
-                UNREAD_TIMEOUT_S - self._event_sender.held_s,
+                UNREAD_TIMEOUT_S - self._event_sender.stalled_s,
                 "the client to read the prompt's logprobs",
                 DeadlineError,
             )

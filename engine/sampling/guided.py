@@ -231,7 +231,7 @@ class GuidedSampler:
             self._deadline_s = time.monotonic() + STEP_WAIT_S
         if not job.wait(self._deadline_s):
             text.give_up(job, f"{STEP_WAIT_S:g} s of a step")
-        if job.problem and job.is_held_up:
+        if job.problem and job.is_stalled:
             raise StalledError(job.problem)
         if job.problem:
             raise InvalidRequestError(FieldViolation("structured_output", job.problem))

@@ -54,14 +54,14 @@ class AdmissionLimits:
 class _QueuedRequest:
     """A queued request, and the future that its task awaits.
 
-    `num_held` maps the address of a prefill worker to the number of prompt tokens cached there, as
+    `num_cached` maps the address of a prefill worker to the number of prompt tokens cached there, as
     of `looked_s`.
     """
 
     request: AdmissibleRequest
     placed: "asyncio.Future[WorkerPair]"
-    num_held: Mapping[str, int] = field(default_factory=dict)
-    most_held: int = 0
+    num_cached: Mapping[str, int] = field(default_factory=dict)
+    most_cached: int = 0
     looked_s: float = -math.inf
 
     def gain(self, sources: Iterable[str]) -> int:
@@ -70,8 +70,8 @@ class _QueuedRequest:
 
         The latter would be computed once more on `sources`.
         """
-        here = max((self.num_held.get(address, 0) for address in sources), default=0)
-        return here - (self.most_held - here)
+        here = max((self.num_cached.get(address, 0) for address in sources), default=0)
+        return here - (self.most_cached - here)
 
 
 class Admission:
@@ -269,9 +269,9 @@ class Admission:
         )
 
     def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_QueuedRequest]:
-        held = _QueuedRequest(request, asyncio.get_running_loop().create_future())
+        queued = _QueuedRequest(request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(
-            demand, held, self._rates(request.prompt.num_tokens), self._clock.now()
+            demand, queued, self._rates(request.prompt.num_tokens), self._clock.now()
         )
         if isinstance(waiter, Refusal):
             raise self._refused(waiter)
@@ -406,7 +406,7 @@ class Admission:
             if not sources:
                 return
             waiter = self._line.best(
-                lambda held: self._looked(held).gain(sources),  # noqa: B023
+                lambda queued: self._looked(queued).gain(sources),  # noqa: B023
                 self._clock.now(),
             )
             request = waiter.item.request
@@ -422,14 +422,14 @@ class Admission:
             self._line.passes(waiter)
             self._place(waiter, pair)
 
-    def _looked(self, held: _QueuedRequest) -> _QueuedRequest:
+    def _looked(self, queued: _QueuedRequest) -> _QueuedRequest:
         """Refresh which workers have the prompt cached, at most once per `LOOK_S`."""
         now_s = self._clock.now()
-        if now_s - held.looked_s >= LOOK_S:
-            held.num_held = self._directory.num_held(held.request.prompt)
-            held.most_held = max(held.num_held.values(), default=0)
-            held.looked_s = now_s
-        return held
+        if now_s - queued.looked_s >= LOOK_S:
+            queued.num_cached = self._directory.num_cached(queued.request.prompt)
+            queued.most_cached = max(queued.num_cached.values(), default=0)
+            queued.looked_s = now_s
+        return queued
 
     def _place(self, waiter: Waiter[_QueuedRequest], pair: WorkerPair) -> None:
         self._line.served(waiter)

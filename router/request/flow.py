@@ -297,7 +297,7 @@ class RequestFlow:
                 timings.prefill_queue_s = event.started.queue_s
                 self._num_cached = event.started.cached_tokens
                 self._answer.cached(self._num_cached)
-                self._note_prediction(self._num_cached - self._prefill.booking.num_held)
+                self._note_prediction(self._num_cached - self._prefill.booking.num_cached)
                 self._timeline.reserving()
                 try:
                     self._decode.offer(event.started.terms)

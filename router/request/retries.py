@@ -76,13 +76,13 @@ class MoveReason(StrEnum):
 
     LOST = "lost"
     DRAINED = "drained"
-    HELD_UP = "held_up"
+    STALLED = "held_up"  # the metric keeps its label
 
 
 def _move_reason(error: BatonError) -> MoveReason:
     if isinstance(error, DrainingError):
         return MoveReason.DRAINED
-    return MoveReason.HELD_UP if isinstance(error, StalledError) else MoveReason.LOST
+    return MoveReason.STALLED if isinstance(error, StalledError) else MoveReason.LOST
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Migrations:
             raise error
         self.under_way = _move_reason(error)
         self.num_lost += self.under_way is not MoveReason.DRAINED
-        if self.under_way is not MoveReason.HELD_UP:
+        if self.under_way is not MoveReason.STALLED:
             lost.lost(str(error))  # not used until it reports again
         pair = None
         if self.num_lost <= self.limits.migrations:

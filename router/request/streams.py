@@ -164,11 +164,11 @@ class DecodeStream:
         """Return whether the pool reported nearly all of the prompt as cached and no token was
         sampled elsewhere.
         """
-        num_held = self._booking.num_held
+        num_cached = self._booking.num_cached
         return (
-            num_held > 0
+            num_cached > 0
             and not self._replayed
-            and self._booking.worker.may_compute(self._parts.prompt.num_tokens - num_held)
+            and self._booking.worker.may_compute(self._parts.prompt.num_tokens - num_cached)
         )
 
     def request_local_prefill(self) -> None:

@@ -69,10 +69,10 @@ class _Linked(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A chosen worker, with `num_held` tokens of the prompt cached there."""
+    """A chosen worker, with `num_cached` tokens of the prompt cached there."""
 
     worker: Worker
-    num_held: int
+    num_cached: int
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Directory:
             return workers
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
-        for address in islice(self._num_held(role, prompt), MOST_COMPARED):
+        for address in islice(self._num_cached(role, prompt), MOST_COMPARED):
             if address not in some:  # every worker has a part of a prompt with a common beginning
                 holder = self._worker_set.find(role, address)
                 if holder is not None and fits(holder):
@@ -361,9 +361,9 @@ class Directory:
             if worker.snapshot.has_room(num_tokens, context_tokens)
         ]
 
-    def num_held(self, prompt: RoutedPrompt) -> Mapping[str, int]:
+    def num_cached(self, prompt: RoutedPrompt) -> Mapping[str, int]:
         """Return the tokens of the prompt that prefill workers have cached, by address."""
-        return self._num_held(WorkerRole.PREFILL, prompt)
+        return self._num_cached(WorkerRole.PREFILL, prompt)
 
     def book_prefill(
         self, prompt: RoutedPrompt, pool: Booking, *, tried: frozenset[str], context_tokens: int = 0
@@ -457,9 +457,9 @@ class Directory:
         cached.
         """
         usable = self._worker_set.usable[WorkerRole.PREFILL].addresses
-        held = self._num_held(WorkerRole.PREFILL, prompt)
+        cached = self._num_cached(WorkerRole.PREFILL, prompt)
         return prompt.num_tokens - max(
-            [num_held for address, num_held in held.items() if address in usable], default=0
+            [num_cached for address, num_cached in cached.items() if address in usable], default=0
         )
 
     def usable(self, role: WorkerRole) -> Sequence[Worker]:
@@ -550,7 +550,7 @@ class Directory:
         if self.index.listener is not None and role is WorkerRole.PREFILL:
             snapshot = chosen.worker.snapshot
             self.index.listener.placed(prompt, snapshot.page_size, snapshot.compatibility)
-        return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
+        return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_cached)
 
     def _choose(
         self,
@@ -580,10 +580,12 @@ class Directory:
         """Return the inputs for a choice among workers of one role."""
         role = workers[0].role
         return PolicyContext(
-            self._turns[role], self._rng, prompt.token_ids, self._num_held(role, prompt, source)
+            self._turns[role], self._rng, prompt.token_ids, self._num_cached(role, prompt, source)
         )
 
-    def _num_held(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
+    def _num_cached(
+        self, role: WorkerRole, prompt: RoutedPrompt, source: str = ""
+    ) -> dict[str, int]:
         """Return the prompt tokens that workers have in their prefix caches, by address.
 
         Of workers of one kind, the one with most comes first.
@@ -667,5 +669,5 @@ def _named(workers: Iterable[Worker], chosen: Candidate, context: PolicyContext)
     """Return the chosen worker and its number of cached prompt tokens."""
     return _Chosen(
         next(worker for worker in workers if worker.address == chosen.address),
-        context.num_held.get(chosen.address, 0),
+        context.num_cached.get(chosen.address, 0),
     )

@@ -125,14 +125,14 @@ def reserved_tokens(num_tokens: int, context_tokens: int, page_size: int) -> int
 class PolicyContext:
     """Inputs of a policy besides the candidates.
 
-    `num_held`: prompt tokens that a worker neither computes nor receives, by address, as it
+    `num_cached`: prompt tokens that a worker neither computes nor receives, by address, as it
     reported of its prefix cache.
     """
 
     turn: int  # number of choices so far, for round robin
     rng: random.Random
     prompt_token_ids: Sequence[int] = ()
-    num_held: Mapping[str, int] = field(default_factory=dict)
+    num_cached: Mapping[str, int] = field(default_factory=dict)
 
 
 class LinkedWorkers(NamedTuple):
@@ -223,9 +223,9 @@ def _pick(policy: Policy, eligible: Sequence[Candidate], context: PolicyContext)
 def _loads_with(candidates: Sequence[Candidate], context: PolicyContext) -> list[float]:
     """Return the load of each worker including the prompt."""
     num_tokens = len(context.prompt_token_ids)
-    num_held = context.num_held.get
+    num_cached = context.num_cached.get
     return [
-        load + (num_tokens - num_held(address, 0)) * token_load
+        load + (num_tokens - num_cached(address, 0)) * token_load
         for address, load, token_load, _ in candidates
     ]
 

@@ -52,7 +52,7 @@ class Booking:
     compatibility: str
     num_tokens: int  # prompt tokens that the worker lacks
     num_pages: int  # pages that a pool reserves for the prompt and its growth
-    num_held: int = 0  # prompt tokens that the worker reported as cached
+    num_cached: int = 0  # prompt tokens that the worker reported as cached
     has_reserved: bool = False
     is_reported: bool = False
     num_beside: int = 0  # requests on the pool when decoding began, including this one
@@ -307,20 +307,20 @@ class Worker:
         self.problem = reason
         self.changed()
 
-    def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
+    def book(self, num_tokens: int, context_tokens: int = 0, num_cached: int = 0) -> Booking:
         """Book a prompt of `num_tokens` tokens.
 
         `context_tokens` is the maximum length with the completion, 0 if unknown. The worker has
-        `num_held` of the prompt's tokens cached: they are neither computed nor sent.
+        `num_cached` of the prompt's tokens cached: they are neither computed nor sent.
         """
         page_size = self.snapshot.page_size
         booking = Booking(
             self,
             self.incarnation,
             self.compatibility,
-            num_tokens - num_held,
+            num_tokens - num_cached,
             -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size),
-            num_held,
+            num_cached,
         )
         self._bookings[booking] = None
         self.tokens_ahead += booking.num_tokens

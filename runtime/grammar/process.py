@@ -48,7 +48,7 @@ COMPILE_WALL_S = 5.0  # deadline on a machine so busy that CPU time is no measur
 MEMORY_BYTES = 128 << 20  # limit of one grammar, in addition to the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
 # A late process that used less CPU time was starved: limits end a mask after less.
-HELD_UP_CPU_S = 0.1
+STARVED_CPU_S = 0.1
 # CPU time budget of one text: its maximum, what a step adds to it, and what a step adds to all
 # texts together at most.
 BURST_CPU_S = 0.2
@@ -70,7 +70,7 @@ class MaskJob:
     call: TextCall
     masks: Masks = field(default_factory=dict)
     problem: str = ""
-    is_held_up: bool = False  # the problem is that the machine starved its process
+    is_stalled: bool = False  # the problem is that the machine starved its process
     cpu_s: float = 0.0
     process_cpu_s: float | None = None  # CPU time of the process when it received this job
     done: threading.Event = field(default_factory=threading.Event)
@@ -79,9 +79,9 @@ class MaskJob:
         """Wait until `deadline_s` of `time.monotonic`; return whether the job is done."""
         return self.done.wait(max(0.0, deadline_s - time.monotonic()))
 
-    def fail(self, problem: str, *, is_held_up: bool = False) -> None:
+    def fail(self, problem: str, *, is_stalled: bool = False) -> None:
         if not self.problem:
-            self.is_held_up = is_held_up
+            self.is_stalled = is_stalled
             self.problem = problem
         self.done.set()
 
@@ -143,10 +143,10 @@ class GrammarProcess:
         child = self._child
         before_s = job.process_cpu_s
         computed_s = 0.0 if child is None or before_s is None else child.cpu_s() - before_s
-        if computed_s < HELD_UP_CPU_S:
+        if computed_s < STARVED_CPU_S:
             job.fail(
                 f"the machine was too busy to compute the next token of a grammar within {limit}",
-                is_held_up=True,
+                is_stalled=True,
             )
         else:
             job.fail(f"its next token could not be computed within {limit}, the limit")
@@ -179,7 +179,7 @@ class GrammarProcess:
         while not self._jobs.empty():
             left = self._jobs.get_nowait()
             if isinstance(left, MaskJob):
-                left.fail("the process of its grammar has ended", is_held_up=True)
+                left.fail("the process of its grammar has ended", is_stalled=True)
 
     def _compile(self) -> None:
         child = self._child = self._fork_server.fork()
@@ -232,7 +232,7 @@ class GrammarProcess:
             self._drop()
             job.fail(
                 f"its grammar cannot be compiled again: {error}",
-                is_held_up=isinstance(error, CapacityError | UnavailableError),
+                is_stalled=isinstance(error, CapacityError | UnavailableError),
             )
         except TimeoutError:
             self.give_up(job, f"{ANSWER_S:g} s")

@@ -52,12 +52,12 @@ async def test_scores_go_as_far_as_they_are_read_and_what_follows_waits_behind_t
     event_sender.first_token(pb.PrefillFirstToken())
     event_sender.sent(pb.PrefillSent())
     assert await taken(queue) == ["started", *range(MAX_UNREAD_SCORES)]
-    assert event_sender.is_held_up
+    assert event_sender.is_stalled
     event_sender.scores_read(read(1))
     assert await taken(queue) == [MAX_UNREAD_SCORES]
     event_sender.scores_read(read(2))
     assert await taken(queue) == [count - 2, count - 1, "first_token", "sent"]
-    assert not event_sender.is_held_up
+    assert not event_sender.is_stalled
     event_sender.scores_read(read(MAX_UNREAD_SCORES))
 
 
@@ -68,20 +68,20 @@ async def test_waits_for_the_client_are_added_up(monkeypatch: pytest.MonkeyPatch
     for position in range(MAX_UNREAD_SCORES):
         event_sender.scored(scores(position))
         clock.advance(1.0)
-    assert event_sender.held_s == 0
+    assert event_sender.stalled_s == 0
     for position in range(3):  # each message that is read lets one more go
         event_sender.scored(scores(position))
     clock.advance(5.0)
     event_sender.scores_read(read(1))
-    assert event_sender.held_s == 5
+    assert event_sender.stalled_s == 5
     clock.advance(7.0)
-    assert event_sender.held_s == 12, "two still wait"
+    assert event_sender.stalled_s == 12, "two still wait"
     event_sender.scores_read(read(2))
     clock.advance(100.0)
-    assert event_sender.held_s == 12
+    assert event_sender.stalled_s == 12
     event_sender.scored(scores(9))
     clock.advance(1.0)
-    assert event_sender.held_s == 13
+    assert event_sender.stalled_s == 13
 
 
 async def test_a_prompt_ends_whose_scores_wait_for_too_long_however_often_one_is_read(
@@ -109,7 +109,7 @@ async def test_a_prompt_without_scores_is_never_held_up() -> None:
     event_sender.started(pb.PrefillStarted())
     event_sender.first_token(pb.PrefillFirstToken())
     assert await taken(queue) == ["started", "first_token"]
-    assert not event_sender.is_held_up
+    assert not event_sender.is_stalled
 
 
 @pytest.mark.parametrize("count", [2, 1 << 31])

@@ -334,7 +334,7 @@ async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(
     job, next_job = hangs.ask(0, ()), goes_on.ask(3, spelled("1"))
     assert job.wait(time.monotonic() + LONG_S)
     assert says in job.problem
-    assert job.is_held_up == (computed_s == 0)
+    assert job.is_stalled == (computed_s == 0)
     assert next_job.wait(time.monotonic() + LONG_S)
     assert next_job.problem == ""
     assert (allowed_after(goes_on, 3, ()) == before).all(), "a new process knows what the text was"

@@ -240,7 +240,7 @@ async def test_a_choice_takes_as_much_of_a_router_however_many_workers_there_are
     lines = [num_lines(lambda: known.directory.place(prompt)) for known in (small, large)]  # noqa: B023 (at once)
     assert lines[1] < 1.2 * lines[0]
     (booking,) = large.decode[-1]._bookings
-    assert booking.num_held == 32
+    assert booking.num_cached == 32
     for worker in large.decode[:-2]:
         worker.reported(worker_pb2.WorkerLoad(serving=True, queued_requests=1))
     large.decode[-1].lost("gone")
@@ -531,7 +531,7 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
         serves(worker, compatibility="m")
     _, second, _ = directory.workers
     keeps(second, range(40))
-    for token_ids, salt, uses_cache, num_held in (
+    for token_ids, salt, uses_cache, num_cached in (
         (range(40), "", True, 32),
         (range(32), "", True, 16),
         (range(1, 41), "", True, 0),
@@ -540,9 +540,9 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
     ):
         pair = directory.place(RoutedPrompt(list(token_ids), salt, uses_cache), 50)
         assert pair is not None
-        assert pair.prefill.worker is second or not num_held
-        assert pair.prefill.num_held == num_held
-        assert pair.prefill.num_tokens == len(token_ids) - num_held
+        assert pair.prefill.worker is second or not num_cached
+        assert pair.prefill.num_cached == num_cached
+        assert pair.prefill.num_tokens == len(token_ids) - num_cached
         assert (
             directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache))
             == pair.prefill.num_tokens
@@ -552,11 +552,11 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
     serves(second, compatibility="m", incarnation="after a restart")
     pair = directory.place(RoutedPrompt(list(range(40))), 50)
     assert pair is not None
-    assert pair.prefill.num_held == 0
+    assert pair.prefill.num_cached == 0
 
 
 @pytest.mark.parametrize(
-    ("source", "pool", "kept_as", "num_held"),
+    ("source", "pool", "kept_as", "num_cached"),
     [
         ("m", "m", "m", 32),
         ("m", "m+d", "m", 32),
@@ -566,7 +566,7 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
     ],
 )
 async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the_rest(
-    source: str, pool: str, kept_as: str, num_held: int
+    source: str, pool: str, kept_as: str, num_cached: int
 ) -> None:
     """As it would have landed: with the draft only where both have it."""
     directory = Directory(
@@ -582,8 +582,8 @@ async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the
     keeps(pools[1], range(40), compatibility=kept_as)
     pair = directory.place(RoutedPrompt(list(range(40))), 50)
     assert pair is not None
-    assert pair.decode.worker is pools[1] or not num_held
-    assert pair.decode.num_held == num_held
+    assert pair.decode.worker is pools[1] or not num_cached
+    assert pair.decode.num_cached == num_cached
     pair.release()
     pools[1].book(64)
     again = directory.place(RoutedPrompt(list(range(40))), 50)
@@ -597,6 +597,6 @@ async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the
         lately.release()
     slow = directory.place(RoutedPrompt(list(range(40))), 50)
     assert slow is not None
-    assert slow.decode.worker is pools[1] or not num_held, (
+    assert slow.decode.worker is pools[1] or not num_cached, (
         "bytes on a slow link count more than load"
     )

@@ -100,7 +100,7 @@ def test_a_prefix_cache_counts_as_much_as_it_saves(
     there = PolicyContext(
         0,
         random.Random(0),
-        num_held=dict(zip([worker.address for worker in workers], held, strict=True)),
+        num_cached=dict(zip([worker.address for worker in workers], held, strict=True)),
     )
     assert choose(Policy.PREFIX_CACHE, workers, there) == workers[chosen]
     shares = [worker._replace(load=worker.load / 1000, token_load=1 / 1000) for worker in workers]
