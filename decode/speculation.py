@@ -40,12 +40,12 @@ VerifiedListener = Callable[[VerifiedStep, int], None]
 class DraftState:
     """The speculation state of one request.
 
-    tree      proposed by the last stage, to be verified with the request's newest token
-    accepted  nodes that the last verification accepted; the stages commit them before the request's
-              next step
-    start     position at which the draft model's cache starts
-    followed  whether the draft model has followed all steps since `start`
-    landed    its state arrived with the prompt, and no tree was grown from it yet
+    tree              proposed by the last stage, to be verified with the request's newest token
+    accepted          nodes that the last verification accepted; the stages commit them before the
+                      request's next step
+    start             position at which the draft model's cache starts
+    followed          whether the draft model has followed all steps since `start`
+    has_prompt_state  whether its state arrived with the prompt and no tree was grown from it yet
     """
 
     tree: TokenTree = NO_TREE
@@ -60,7 +60,7 @@ class DraftState:
         return self.followed and self.start == 0
 
     def begin(self, num_draft_tokens: int | None) -> SpecRow:
-        """Return the row that grows the first tree from a draft state that has landed."""
+        """Return the row that grows the first tree from the prompt's draft state."""
         self.has_prompt_state = False
         return SpecRow(num_draft_tokens=num_draft_tokens)
 
