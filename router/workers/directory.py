@@ -309,7 +309,7 @@ class Directory:
             return workers
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
-        for address in islice(self._num_cached(role, prompt), MOST_COMPARED):
+        for address in islice(self._cached(role, prompt), MOST_COMPARED):
             if address not in some:  # every worker has a part of a prompt with a common beginning
                 holder = self._worker_set.find(role, address)
                 if holder is not None and fits(holder):
@@ -363,7 +363,7 @@ class Directory:
 
     def num_cached(self, prompt: RoutedPrompt) -> Mapping[str, int]:
         """Return the tokens of the prompt that prefill workers have cached, by address."""
-        return self._num_cached(WorkerRole.PREFILL, prompt)
+        return self._cached(WorkerRole.PREFILL, prompt)
 
     def book_prefill(
         self, prompt: RoutedPrompt, pool: Booking, *, tried: frozenset[str], context_tokens: int = 0
@@ -457,7 +457,7 @@ class Directory:
         cached.
         """
         usable = self._worker_set.usable[WorkerRole.PREFILL].addresses
-        cached = self._num_cached(WorkerRole.PREFILL, prompt)
+        cached = self._cached(WorkerRole.PREFILL, prompt)
         return prompt.num_tokens - max(
             [num_cached for address, num_cached in cached.items() if address in usable], default=0
         )
@@ -580,12 +580,10 @@ class Directory:
         """Return the inputs for a choice among workers of one role."""
         role = workers[0].role
         return PolicyContext(
-            self._turns[role], self._rng, prompt.token_ids, self._num_cached(role, prompt, source)
+            self._turns[role], self._rng, prompt.token_ids, self._cached(role, prompt, source)
         )
 
-    def _num_cached(
-        self, role: WorkerRole, prompt: RoutedPrompt, source: str = ""
-    ) -> dict[str, int]:
+    def _cached(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
         """Return the prompt tokens that workers have in their prefix caches, by address.
 
         Of workers of one kind, the one with most comes first.
