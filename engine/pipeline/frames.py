@@ -20,6 +20,8 @@ one copy between host memory and a device.
 """
 
 import ctypes
+import functools
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -39,6 +41,7 @@ SCHEMA = 12
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _ALIGNMENT = 64
 _MAX_DIMS = 3
+_MAX_LAYOUTS = 256
 
 
 class TensorRoute(IntEnum):
@@ -46,6 +49,10 @@ class TensorRoute(IntEnum):
 
     WITHIN = 1  # after the record, in the same message
     BESIDE = 2  # over a link, from device to device
+
+
+_KINDS = {kind.value: kind for kind in PacketKind}
+_ROUTES = {route.value: route for route in TensorRoute}
 
 
 class TensorSpec(NamedTuple):
@@ -73,9 +80,18 @@ class Frame(NamedTuple):
     run: memoryview
 
 
+class _Layout(NamedTuple):
+    """The tensors of a frame: their table, their places in the run, and the run's bytes."""
+
+    specs: tuple[TensorSpec, ...]
+    table: bytes
+    places: tuple[int, ...]
+    run_bytes: int
+
+
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors, in their order."""
-    return tuple([TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+    return _layout_of(tensors).specs
 
 
 def run_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -88,11 +104,13 @@ def write(route: TensorRoute, packet: Packet, head_bytes: int = 0) -> bytearray:
 
     The first `head_bytes` belong to the channel, and offsets count from their end.
     """
-    specs = specs_of(packet.tensors)
-    start = head_bytes + _HEADER.size + _ENTRY.size * len(specs)
+    layout = _layout_of(packet.tensors)
+    table = head_bytes + _HEADER.size
+    start = table + len(layout.table)
     end = start + len(packet.record)
-    run = head_bytes + _aligned(end - head_bytes) if route is TensorRoute.WITHIN and specs else end
-    frame = bytearray(run + (run_bytes(specs) if route is TensorRoute.WITHIN else 0))
+    is_within = route is TensorRoute.WITHIN and bool(layout.specs)
+    run = head_bytes + _aligned(end - head_bytes) if is_within else end
+    frame = bytearray(run + layout.run_bytes if is_within else end)
     _HEADER.pack_into(
         frame,
         head_bytes,
@@ -100,28 +118,16 @@ def write(route: TensorRoute, packet: Packet, head_bytes: int = 0) -> bytearray:
         SCHEMA,
         packet.kind,
         route,
-        len(specs),
+        len(layout.specs),
         len(packet.record),
         packet.sequence,
     )
-    for place, spec in enumerate(specs):
-        extents = (*spec.shape, *(0,) * _MAX_DIMS)[:_MAX_DIMS]
-        _ENTRY.pack_into(
-            frame,
-            head_bytes + _HEADER.size + place * _ENTRY.size,
-            _DTYPES.index(spec.dtype),
-            len(spec.shape),
-            *extents,
-        )
-    view = memoryview(frame)
-    at = run
-    view[start:end] = packet.record
-    for tensor, spec in (
-        zip(packet.tensors, specs, strict=True) if route is TensorRoute.WITHIN else ()
-    ):
-        if spec.num_bytes:
-            _copy_to(frame, at, tensor, spec.num_bytes)
-        at += _aligned(spec.num_bytes)
+    frame[table:start] = layout.table
+    frame[start:end] = packet.record
+    if is_within:
+        for tensor, place in zip(packet.tensors, layout.places, strict=True):
+            if num_bytes := tensor.nbytes:
+                _copy_to(frame, run + place, tensor, num_bytes)
     return frame
 
 
@@ -141,18 +147,18 @@ def read(data: memoryview) -> Frame:
         )
     try:
         start = _HEADER.size + _ENTRY.size * count
-        specs = tuple([_spec(*entry) for entry in _ENTRY.iter_unpack(data[_HEADER.size : start])])
+        layout = _listed(bytes(data[_HEADER.size : start]))
         end = start + record_bytes
-        is_within = TensorRoute(route) is TensorRoute.WITHIN and count > 0
+        is_within = route == TensorRoute.WITHIN and count > 0
         run = _aligned(end) if is_within else end
-        if len(data) != run + (run_bytes(specs) if is_within else 0):
+        if len(data) != run + (layout.run_bytes if is_within else 0):
             raise ValueError(
                 f"a record of {record_bytes} bytes and {count} tensors have another length"
             )
         return Frame(
-            PacketKind(kind), sequence, TensorRoute(route), specs, data[start:end], data[run:]
+            _KINDS[kind], sequence, _ROUTES[route], layout.specs, data[start:end], data[run:]
         )
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, LookupError) as error:
         raise InternalError(
             f"frame {sequence} of {len(data)} bytes is malformed: {error}"
         ) from error
@@ -176,7 +182,7 @@ def copied(frame: Frame) -> tuple[Tensor, ...]:
         if spec.num_bytes:
             count = spec.num_bytes // spec.dtype.itemsize
             values = torch.frombuffer(run, dtype=spec.dtype, count=count, offset=at)
-            tensors.append(values.view(spec.shape).clone())
+            tensors.append((values.view(*spec.shape) if spec.shape else values.view(())).clone())
         else:
             tensors.append(torch.empty(spec.shape, dtype=spec.dtype))
         at += _aligned(spec.num_bytes)
@@ -194,6 +200,36 @@ def cut(run: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
         tensors.append(whole.view(spec.dtype).view(spec.shape))
         at = _aligned(end)
     return tuple(tensors)
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> _Layout:
+    return _laid_out(tuple([(tensor.dtype, tensor.shape) for tensor in tensors]))
+
+
+# The stages of a pool exchange a few kinds of packets, in a few numbers of rows.
+@functools.lru_cache(_MAX_LAYOUTS)
+def _laid_out(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> _Layout:
+    specs = tuple([TensorSpec(dtype, tuple(shape)) for dtype, shape in shapes])
+    table = b"".join(
+        _ENTRY.pack(
+            _DTYPES.index(spec.dtype),
+            len(spec.shape),
+            *(*spec.shape, *(0,) * _MAX_DIMS)[:_MAX_DIMS],
+        )
+        for spec in specs
+    )
+    return _placed(specs, table)
+
+
+@functools.lru_cache(_MAX_LAYOUTS)
+def _listed(table: bytes) -> _Layout:
+    """Return the tensors that a frame's table lists; raise ValueError if it is malformed."""
+    return _placed(tuple([_spec(*entry) for entry in _ENTRY.iter_unpack(table)]), table)
+
+
+def _placed(specs: tuple[TensorSpec, ...], table: bytes) -> _Layout:
+    ends = list(itertools.accumulate([_aligned(spec.num_bytes) for spec in specs], initial=0))
+    return _Layout(specs, table, tuple(ends[:-1]), ends[-1])
 
 
 def _copy_to(frame: bytearray, at: int, tensor: Tensor, num_bytes: int) -> None:
