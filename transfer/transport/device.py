@@ -18,7 +18,6 @@ A copy that the device does not end cannot be ended otherwise. Then the transpor
 and the process with it.
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -31,9 +30,9 @@ from runtime.errors import BatonError, InternalError, PeerLostError
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Transport
 from transfer.transport.refusals import RefusalReason
 
-# A copy of one item takes a few microseconds, a sleep at least 50. So the thread sleeps only while
-# the oldest copy takes longer than this: the device's copy engine is busy otherwise.
-COPY_SPIN_S = 200e-6
+# A copy of one item takes a few microseconds, a sleep at least 50. So the thread sleeps only after
+# the oldest copy has taken longer than this: the device's copy engine is busy then.
+COPY_SPIN_S = 50e-6
 COPY_POLL_S = 50e-6
 COPY_LIMIT_S = 10.0
 
@@ -297,7 +296,7 @@ class DeviceTransport:
             copies[0].copying_since_s for copies in (self._fetching, self._storing) if copies
         )
         if self._clock.now() - oldest_s < COPY_SPIN_S:
-            os.sched_yield()
+            time.sleep(0)  # unlike sched_yield, it lets the engine's thread have the interpreter
         else:
             time.sleep(min(timeout_s, COPY_POLL_S))
 
