@@ -25,8 +25,8 @@ from router.request.waiting_line import (
     WaitingLimits,
     WaitingLine,
 )
+from router.workers.candidate import SHORT_RATIO
 from router.workers.directory import Directory, WorkerPair
-from router.workers.policy import SHORT_RATIO
 from router.workers.worker import WorkerRole
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError

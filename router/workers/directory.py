@@ -21,16 +21,10 @@ import grpc
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers import report
+from router.workers.candidate import Candidate
 from router.workers.discovery import DiscoveryOptions
-from router.workers.policy import (
-    Candidate,
-    FailedLinks,
-    LinkedWorkers,
-    Policy,
-    PolicyContext,
-    choose,
-    choose_pair,
-)
+from router.workers.failed_links import FailedLinks
+from router.workers.policy import LinkedWorkers, Policy, PolicyContext, choose, choose_pair
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from router.workers.watch import MAX_BACKOFF_S, Follow, follow_stream, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
@@ -305,7 +299,10 @@ class Directory:
         of a random sample is hardly busier than the least loaded of the fleet. Workers with a part
         of the prompt cached are always added.
         """
-        if len(workers) <= MOST_COMPARED or not self._policies[workers[0].role].goes_by_load:
+        if (
+            len(workers) <= MOST_COMPARED
+            or not self._policies[workers[0].role].chooser.goes_by_load
+        ):
             return workers
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}

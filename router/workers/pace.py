@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Self
 
-from router.workers.policy import SHORT_RATIO, SHORT_SHARE
+from router.workers.candidate import SHORT_RATIO, SHORT_SHARE
 from runtime.clock import Clock
 from runtime.pace import MIN_TOKENS
 

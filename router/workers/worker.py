@@ -17,8 +17,8 @@ import grpc
 
 from protos import decode_pb2, prefill_pb2, worker_pb2
 from router.text.model_facts import ModelLimits
+from router.workers.candidate import Candidate, WorkerSnapshot, reserved_tokens
 from router.workers.pace import AnswerPace, DecodePace, PrefillPace
-from router.workers.policy import Candidate, WorkerSnapshot, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock

@@ -401,7 +401,7 @@ WORDS = [
     (
         OPERATIONS,
         "remembers the pair for half a minute",
-        "router/workers/policy.py:SEVERED_MEMORY_S",
+        "router/workers/failed_links.py:SEVERED_MEMORY_S",
         30,
     ),
     (
@@ -419,7 +419,7 @@ WORDS = [
     (
         OPERATIONS,
         "together with prompts of four times its length",
-        "router/workers/policy.py:SHORT_RATIO",
+        "router/workers/candidate.py:SHORT_RATIO",
         4,
     ),
     (OPERATIONS, "a quarter of the worker's tokens", "prefill/scheduler.py:SHORT_SHARE", 4),

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.workers.candidate import Candidate
 from router.workers.pace import MEMORY_S, AnswerPace
 from router.workers.policy import (
     AFFINITY_FACTOR,
     AFFINITY_SLACK,
-    Candidate,
     LinkedWorkers,
     Policy,
     PolicyContext,
