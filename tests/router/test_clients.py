@@ -94,7 +94,7 @@ async def test_an_abort_names_a_bounded_number_of_requests(tmp_path: Path) -> No
         assert "1025 entries, the limit is 1024" in error.violations[0].description
 
 
-async def test_who_may_push_ahead_is_a_setting(tmp_path: Path) -> None:
+async def test_priorities_a_client_may_use_are_a_setting(tmp_path: Path) -> None:
     async with shared_router(tmp_path) as router:
         for priority in (-100, 0, 100):
             assert await answered(router, token_request(PROMPT, priority=priority), ALICE)
@@ -152,7 +152,7 @@ async def test_addresses_of_workers_are_for_operators(tmp_path: Path) -> None:
         )
 
 
-def test_a_client_reads_what_is_wrong_with_a_worker_and_not_where() -> None:
+def test_a_client_sees_the_error_of_a_worker_but_not_its_address() -> None:
     def status(role: str, reason: str) -> generation_pb2.WorkerStatus:
         return generation_pb2.WorkerStatus(role=role, address="10.0.0.1:7", reason=reason)
 
@@ -170,7 +170,7 @@ def test_a_client_reads_what_is_wrong_with_a_worker_and_not_where() -> None:
     ]
 
 
-async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:
+async def test_priority_needs_a_setting() -> None:
     fabric, journal = Fabric(), Journal()
     async with running_router(
         FakePrefill("p", fabric, journal),
@@ -225,7 +225,7 @@ async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(
     assert order == ["first 0", "patient 1", "hurry 5", "patient 2", "hurry 4", "hurry 3"]
 
 
-async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_workers(
+async def test_prompts_with_logprobs_of_a_client_use_a_share_of_prefill_places(
     tmp_path: Path,
 ) -> None:
     """Of eight places two; what it sends beyond that waits for its own, and not its other
@@ -266,7 +266,7 @@ async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_work
             assert [response async for response in call]
 
 
-async def test_what_is_learnt_of_answers_is_of_their_client(tmp_path: Path) -> None:
+async def test_output_lengths_are_learned_per_client(tmp_path: Path) -> None:
     async with shared_router(tmp_path) as router:
         await answered(router, token_request(PROMPT, max_tokens=9), ALICE)
         habits = router.services.service_model.habits
@@ -276,7 +276,7 @@ async def test_what_is_learnt_of_answers_is_of_their_client(tmp_path: Path) -> N
         assert len(habits._clients) == 2
 
 
-async def test_clients_that_show_nothing_are_told_apart_by_their_addresses() -> None:
+async def test_clients_without_credentials_are_identified_by_address() -> None:
     fabric, journal = Fabric(), Journal()
     async with running_router(
         FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
@@ -293,7 +293,7 @@ async def test_clients_that_show_nothing_are_told_apart_by_their_addresses() -> 
 
 
 @pytest.mark.parametrize("salts_by_client", [True, False])
-async def test_clients_share_cached_prompts_only_where_a_setting_lets_them(
+async def test_clients_share_cached_prompts_only_if_a_setting_allows(
     tmp_path: Path,
     salts_by_client: bool,  # noqa: FBT001
 ) -> None:

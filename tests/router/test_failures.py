@@ -171,7 +171,7 @@ async def test_retries_of_prefill_are_bounded(workers: Workers) -> None:
 @pytest.mark.parametrize(
     "error", [InvalidRequestError(FieldViolation("prompt", "no")), InternalError("a bug")]
 )
-async def test_what_no_other_worker_can_mend_is_not_retried(
+async def test_errors_common_to_all_workers_are_not_retried(
     workers: Workers, error: Exception
 ) -> None:
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
@@ -225,7 +225,7 @@ async def test_patience_with_full_pools_ends(workers: Workers) -> None:
         await router.assert_nothing_left()
 
 
-async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -> None:
+async def test_a_pool_that_dies_at_its_reservation_is_replaced(workers: Workers) -> None:
     async with running_router(workers.p0, workers.d0, workers.d1) as router:
         first_choice = min((workers.d0, workers.d1), key=lambda worker: worker.address)
         first_choice.die_at(Point.RESERVE)
@@ -257,7 +257,7 @@ async def test_the_only_decode_pool_lost_is_one_clear_status(
         )
 
 
-async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Workers) -> None:
+async def test_a_pool_that_ignores_a_reservation_is_abandoned(workers: Workers) -> None:
     limits = replace(FLOW_LIMITS, reserve_s=0.5)
     async with running_router(workers.p0, workers.d0, workers.d1, flow=limits) as router:
         silent = asyncio.Event()
@@ -301,7 +301,7 @@ async def test_a_pool_that_never_commits_is_given_up(workers: Workers) -> None:
         await router.assert_nothing_left()
 
 
-async def test_a_prefill_worker_that_sends_and_never_says_the_first_token_is_given_up(
+async def test_a_prefill_worker_that_never_sends_the_first_token_is_replaced(
     workers: Workers,
 ) -> None:
     """The pool has everything else and cannot be blamed: it keeps its reservation."""
@@ -328,7 +328,7 @@ async def test_prefill_dies_while_all_pools_are_full(workers: Workers) -> None:
         await router.assert_nothing_left()
 
 
-async def test_prefill_dies_between_reservation_and_landing(workers: Workers) -> None:
+async def test_prefill_dies_between_reservation_and_destination_terms(workers: Workers) -> None:
     """The destination terms for the dead worker arrive when its successor is already announced, and
     must reach nobody."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
@@ -352,7 +352,7 @@ async def test_prefill_dies_between_reservation_and_landing(workers: Workers) ->
         await router.assert_nothing_left()
 
 
-async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_queue(
+async def test_terms_for_a_lost_worker_are_not_sent_to_its_queued_successor(
     workers: Workers,
 ) -> None:
     """A prefill worker takes destination terms only after it has started."""
@@ -376,7 +376,7 @@ async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_q
         await router.assert_nothing_left()
 
 
-async def test_a_pool_that_heard_of_the_successor_in_time_lands_once_only(workers: Workers) -> None:
+async def test_a_pool_told_of_the_successor_in_time_posts_its_terms_once(workers: Workers) -> None:
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         first, successor = sorted((workers.p0, workers.p1), key=lambda worker: worker.address)
         may_land = asyncio.Event()
@@ -412,7 +412,7 @@ async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Worker
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_a_pool_commits_while_a_successor_of_its_prefill_worker_is_looked_for(
+async def test_a_pool_may_commit_during_the_search_for_another_prefill_worker(
     workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
 ) -> None:
     """Nobody is needed any more: the search ends, and not the request with it, nor the pool for a

@@ -143,7 +143,7 @@ async def test_a_token_does_not_open_all_memory(router: Announcement) -> None:
         b"\x7a\xf8\xff\xff\x07\x0a\xf4\xff\xff\x07" + bytes(16_777_204),
     ],
 )  # ids
-async def test_what_is_large_only_when_it_is_inflated_or_parsed_costs_little(
+async def test_requests_that_expand_when_parsed_cost_little_memory(
     router: Announcement, content: bytes
 ) -> None:
     """Parsed, the first one has 500 MiB, and holds everything up for a second."""

@@ -75,7 +75,7 @@ async def test_at_saturation_a_pool_refuses_no_reservation() -> None:
         await router.assert_nothing_left()
 
 
-async def test_what_cannot_end_in_time_behind_others_is_refused_at_once_with_the_wait() -> None:
+async def test_a_request_whose_queue_wait_exceeds_its_deadline_is_refused() -> None:
     prefill, decode = workers()
     async with running_router(
         prefill, decode, admission=replace(ADMISSION_LIMITS, max_wait_s=PATIENCE_S)
@@ -128,7 +128,7 @@ async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
         await router.assert_nothing_left()
 
 
-async def test_what_has_become_hopeless_is_dropped_before_any_worker_has_it() -> None:
+async def test_a_request_that_cannot_finish_is_dropped_before_placement() -> None:
     """The pool stops, so nobody's turn comes; 4 s is more than serving takes, and the queue is
     short."""
     prefill, decode = workers()
@@ -152,7 +152,7 @@ async def test_what_has_become_hopeless_is_dropped_before_any_worker_has_it() ->
         await router.assert_nothing_left()
 
 
-async def test_half_of_the_answers_come_in_time_when_twice_as_many_are_asked() -> None:
+async def test_at_twice_the_load_half_of_the_responses_are_in_time() -> None:
     """Served first come first, without a look at deadlines, every one but the first few would be
     late."""
     prefill, decode = workers()

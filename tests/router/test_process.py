@@ -192,7 +192,7 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
         ),
     ],
 )
-async def test_what_cannot_work_is_one_clear_line(flags: list[str], line: str) -> None:
+async def test_an_invalid_configuration_is_one_line(flags: list[str], line: str) -> None:
     async with router_process("--log-level", "error", *flags) as process:
         _, stderr = await process.communicate()
         assert process.returncode == 2

@@ -38,7 +38,7 @@ async def refusal(
     )
 
 
-async def test_a_full_queue_names_its_limit_and_no_time_where_none_is_known() -> None:
+async def test_a_full_queue_names_its_limit_and_no_delay_if_unknown() -> None:
     async with running_router(*pair(), admission=AdmissionLimits(max_waiting=0)) as router:
         code, details, pushback = await refusal(router)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -48,7 +48,7 @@ async def test_a_full_queue_names_its_limit_and_no_time_where_none_is_known() ->
     assert pushback is None
 
 
-async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
+async def test_no_workers_is_unavailable_with_a_retry_delay() -> None:
     prefill, decode = pair()
     prefill.address, decode.address = (
         "127.0.0.1:1",
@@ -61,7 +61,7 @@ async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
     assert pushback == str(details["RetryInfo"].retry_delay.ToMilliseconds())
 
 
-async def test_workers_that_are_gone_are_expected_when_as_long_as_starts_take_has_passed() -> None:
+async def test_the_retry_delay_of_lost_workers_is_their_usual_start_time() -> None:
     """The pool says that it took 20 s to start, and comes not back: nobody is held for it here."""
     prefill, decode = pair()
     decode.start_s = 20.0

@@ -24,7 +24,7 @@ async def asked(router: RouterHarness, index: int) -> None:
     assert answer.token_ids == expected_tokens([index, 1], 2 + index % 9)
 
 
-async def test_both_fill_the_same_pools_and_nobody_loses_a_request() -> None:
+async def test_both_fill_the_same_pools_and_lose_no_request() -> None:
     """More than the pools hold: what one router thinks is free, the other may have taken; pools
     refuse, routers ask on. Request ids need to be unique with one router only."""
     fabric, journal = Fabric(), Journal()

@@ -31,7 +31,7 @@ from tests.support.router.fake_workers import (
 PROMPT = [1, 2, 3]
 
 
-async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarnation() -> None:
+async def test_a_booking_keeps_the_channel_but_no_load_of_a_new_incarnation() -> None:
     worker = Worker(
         WorkerRole.DECODE,
         "h:1",
@@ -72,7 +72,7 @@ async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
     assert not worker.is_in_use
 
 
-async def test_a_pool_that_restarts_unlisted_while_its_request_queues_is_replaced() -> None:
+async def test_a_pool_restarted_unlisted_while_its_request_queues_is_replaced() -> None:
     """As a container does that restarts in its pod: not ready, so discovery drops it; then another
     incarnation."""
     fabric, journal = Fabric(), Journal()
@@ -158,7 +158,7 @@ async def test_patience_with_a_lost_worker_is_as_long_as_its_start_was() -> None
         await router.assert_nothing_left()
 
 
-async def test_patience_has_an_end_whatever_workers_say() -> None:
+async def test_waiting_for_a_restart_ends_despite_worker_reports() -> None:
     fabric, journal = Fabric(), Journal()
     prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     pool.start_s = 1e6

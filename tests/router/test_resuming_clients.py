@@ -104,7 +104,7 @@ def content(events: list[Event]) -> list[object]:
 
 
 @pytest.mark.parametrize("after", range(NUM_TOKENS + 1))
-async def test_an_answer_goes_on_at_the_other_router(after: int) -> None:
+async def test_a_response_resumes_at_the_other_router(after: int) -> None:
     """Event 0 has the prompt's scores, event k token k."""
     async with two_routers() as (first, second, decode):
         decode.token_pause_s = 0.01
@@ -166,7 +166,7 @@ async def test_the_client_of_threads_does_the_same() -> None:
         await second.assert_nothing_left()
 
 
-async def test_a_router_that_drains_hands_its_answers_over() -> None:
+async def test_a_draining_router_hands_its_streams_over() -> None:
     """What it cannot finish in time goes on elsewhere, and nothing new begins there."""
     async with two_routers() as (first, second, decode):
         decode.token_pause_s = 0.05
@@ -195,7 +195,7 @@ async def _refusal(client: AsyncBatonClient) -> Exception:
     raise AssertionError("it was served")
 
 
-async def test_questions_go_to_a_router_that_answers() -> None:
+async def test_requests_go_to_a_live_router() -> None:
     async with two_routers() as (first, second, _):
         await ended(first)
         async with client_of(first, second) as client:
@@ -238,7 +238,7 @@ async def test_the_deadline_is_one_for_all_attempts() -> None:
         await second.assert_nothing_left()
 
 
-async def test_what_may_kill_workers_is_not_asked_for_ever() -> None:
+async def test_a_request_that_may_kill_workers_is_not_retried_forever() -> None:
     async with two_routers() as (first, second, decode):
         fatal = PeerLostError("a stage died", retry_after_s=0.01)
         asked = 0

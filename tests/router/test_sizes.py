@@ -36,7 +36,7 @@ class Cluster:
         self.workers = (self.prefill, self.small, self.large)
 
 
-async def test_what_is_too_long_for_one_pool_goes_to_another() -> None:
+async def test_a_request_too_long_for_one_pool_goes_to_another() -> None:
     cluster = Cluster()
     async with running_router(*cluster.workers) as router:
         for _ in range(4):
@@ -78,7 +78,7 @@ async def large_pool_away(max_wait_s: float) -> AsyncIterator[RouterHarness]:
         yield router
 
 
-async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
+async def test_a_request_with_a_missing_pool_blocks_no_other() -> None:
     async with large_pool_away(max_wait_s=250.0) as router:
         long = asyncio.create_task(
             router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE), timeout_s=250.0)
@@ -95,7 +95,7 @@ async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
 
 
 @pytest.mark.parametrize("line_wait_s", [0.5, 0.2])
-async def test_whose_pool_stays_away_is_told_what_is_missing(line_wait_s: float) -> None:
+async def test_a_request_with_a_missing_pool_gets_the_reason(line_wait_s: float) -> None:
     """Whether its own wait ends first or the look through the line."""
     async with large_pool_away(max_wait_s=0.5) as router:
         line = router.services.admission._line

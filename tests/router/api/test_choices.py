@@ -34,7 +34,7 @@ async def by_index(
     return seen
 
 
-async def test_every_choice_is_whole_and_draws_with_its_own_seed() -> None:
+async def test_every_choice_is_complete_and_has_its_own_seed() -> None:
     prefill, decode = pair()
     asked: list[types_pb2.EngineRequest] = []
 

@@ -79,7 +79,7 @@ def names(*token_ids: int) -> tuple[bytes, ...]:
     return block_names(token_ids, PAGE, compatibility="m")
 
 
-async def test_a_point_is_told_with_all_tokens_before_it_and_goes_with_them() -> None:
+async def test_a_block_is_published_with_its_whole_prefix_and_removed_with_it() -> None:
     cluster = Cluster()
     with cluster.events.subscribe(last_number=7) as subscription:
         gateway = Gateway(subscription)
@@ -97,9 +97,7 @@ async def test_a_point_is_told_with_all_tokens_before_it_and_goes_with_them() ->
         assert gateway.numbers == [8, 9, 10]
 
 
-async def test_what_workers_had_before_is_told_once_its_tokens_are_known_and_what_is_salted_never() -> (
-    None
-):
+async def test_earlier_blocks_are_published_once_tokens_are_known_salted_never() -> None:
     cluster = Cluster()
     cluster.report("h:1", stored=names(1, 2, 3, 4))
     with cluster.events.subscribe() as subscription:

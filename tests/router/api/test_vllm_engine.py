@@ -65,7 +65,7 @@ async def test_the_tokenizer_is_packed_once_and_off_the_event_loop(
 @pytest.mark.parametrize(
     "given", [{}, {"top_p": 0.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 0.0}]
 )
-def test_what_is_absent_there_is_not_the_models_default(given: dict[str, float]) -> None:
+def test_absent_fields_are_not_the_models_defaults(given: dict[str, float]) -> None:
     """A gateway has put those in itself, and its zero is also what a client's "all tokens" looks
     like."""
     wanted = request_from_vllm(
@@ -94,7 +94,7 @@ def test_what_is_absent_there_is_not_the_models_default(given: dict[str, float])
         ({}, ""),
     ],
 )
-async def test_gateways_are_told_of_the_models_sampling_and_end_tokens(
+async def test_gateways_see_the_models_sampling_and_end_tokens(
     sampling: dict[str, float], expected: str, tmp_path: Path
 ) -> None:
     model = replace(served_model(), facts=replace(FACTS, sampling=sampling))
@@ -108,7 +108,7 @@ async def test_gateways_are_told_of_the_models_sampling_and_end_tokens(
     assert list(told.eos_token_ids) == [EOS]
 
 
-def test_a_model_whose_tokenizer_cannot_carry_texts_gives_its_own_files(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_carry_texts_is_served_as_its_files(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path)
     lossy = Tokenizer.from_file(str(folder / "tokenizer.json"))
     lossy.decoder = decoders.WordPiece()
@@ -124,7 +124,7 @@ def test_a_model_whose_tokenizer_cannot_carry_texts_gives_its_own_files(tmp_path
     assert gateway_tokenizer(folder, load_served_model(folder), tmp_path / "cache") is None
 
 
-def test_a_gateway_on_the_same_host_finds_what_others_are_sent(tmp_path: Path) -> None:
+def test_a_gateway_on_the_same_host_finds_the_files_others_receive(tmp_path: Path) -> None:
     folder, cache = write_model_dir(tmp_path / "model"), tmp_path / "cache"
     model = load_served_model(folder)
     for _ in range(2):  # the second time they are there
@@ -282,7 +282,7 @@ def test_any_other_text_is_a_text(text: str) -> None:
     assert request_from_vllm(vllm.GenerateRequest(), text).text == text
 
 
-def test_what_is_no_text_in_a_chat_is_refused_by_name() -> None:
+def test_non_text_content_in_a_chat_is_refused_by_name() -> None:
     text = carried(messages=[{"role": "user", "content": [{"type": "image"}]}])
     with pytest.raises(
         InvalidRequestError, match="a part of the type 'image'; only texts"

@@ -85,7 +85,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_prefill() -> None
         await answered(router, [1])
 
 
-async def test_one_slow_prompt_and_a_long_queue_refuse_nobody() -> None:
+async def test_one_slow_prompt_and_a_long_queue_refuse_no_request() -> None:
     """The first prompt met a cold start; what queues at the worker may have to wait for this
     one."""
     prefill, decode = workers()
@@ -104,7 +104,7 @@ async def keeps(router: RouterHarness, prefill: FakePrefill, num_tokens: int) ->
     await eventually(lambda: router.directory.num_missing(prompt) == 200 - num_tokens, "the report")
 
 
-async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
+async def test_cached_prompt_tokens_take_no_estimated_time() -> None:
     """A token takes 0.45 s: 200 of them are more than a minute allows, the 72 that are missing are
     not."""
     prefill, decode = workers()
@@ -118,7 +118,7 @@ async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
         await answered(router, prompt, 60.0)
 
 
-async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
+async def test_waiting_requests_count_with_their_uncached_tokens() -> None:
     """68 of each prompt, and the two that its client has of the answer."""
     prefill, decode = workers()
     decode.max_running = 1
@@ -141,7 +141,9 @@ async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
 @pytest.mark.parametrize(
     ("policy", "order"), [(Policy.PREFIX_CACHE, [1, 2]), (Policy.LEAST_LOAD, [2, 1])]
 )
-async def test_room_goes_to_who_finds_its_prompt_there(policy: Policy, order: list[int]) -> None:
+async def test_a_free_place_goes_to_a_request_with_a_cached_prompt(
+    policy: Policy, order: list[int]
+) -> None:
     """Prompts of ones are there, in part; one of twos came first. Those of nines fill the pool."""
     prefill, decode = workers()
     decode.max_running = 1

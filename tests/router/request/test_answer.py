@@ -40,7 +40,7 @@ def run(
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
-def test_a_stop_string_cuts_text_and_ids_whatever_the_chunks(chunk: int) -> None:
+def test_a_stop_string_cuts_text_and_ids_for_any_chunks(chunk: int) -> None:
     text, token_ids, output = run("one two three", stops=("two", "three"), chunk=chunk)
     assert (text, output.stop_string) == ("one ", "two")
     assert token_ids == ids("one two")
@@ -144,7 +144,7 @@ async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() 
     assert [response async for response in responses][-1] == FINISH
 
 
-async def test_what_may_wait_waits_for_a_client_that_does_not_read_and_no_longer() -> None:
+async def test_a_worker_waits_for_an_unread_queue_up_to_the_stall_limit() -> None:
     responses = ResponseQueue(stall_limit_s=1.0)
     for i in range(MAX_UNREAD):
         await responses.room()
@@ -182,7 +182,7 @@ async def test_waits_for_a_client_that_reads_a_little_are_one_wait() -> None:
     assert 1 < num_read <= 11
 
 
-async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_stream() -> None:
+async def test_a_slow_reader_gets_the_stall_limit_for_the_end_of_its_stream() -> None:
     responses = ResponseQueue(stall_limit_s=1.0)
     for i in range(MAX_UNREAD):
         responses.put(chunk(i, index=i))

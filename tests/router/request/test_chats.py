@@ -47,7 +47,7 @@ TALK = pb.ChatMessages(
 )
 
 
-def test_a_chat_template_gets_what_openais_api_has() -> None:
+def test_a_chat_template_gets_the_fields_of_openais_api() -> None:
     chat = chat_of(TALK)
     assert list(chat.messages) == [
         {
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named_with_its_limit(name: str) -> None:
+def test_violations_name_the_field_and_its_limit(name: str) -> None:
     change, field, words = BAD[name]
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="red")])
     change(chat)

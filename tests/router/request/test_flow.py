@@ -72,7 +72,7 @@ async def test_events_come_in_the_order_of_a_life() -> None:
     )
 
 
-async def test_finish_says_why_how_much_and_how_long() -> None:
+async def test_finish_has_reason_usage_and_timing() -> None:
     async with running_router(*pair()) as router:
         answer = await router.ask(token_request([1, 2, 3], max_tokens=4))
     assert answer.finish is not None
@@ -111,7 +111,7 @@ async def test_first_token_reaches_the_client_before_decode_has_reserved() -> No
         assert rest == [10, 11]
 
 
-async def test_a_worker_that_does_not_let_go_delays_no_finish() -> None:
+async def test_a_worker_slow_to_release_delays_no_finish() -> None:
     prefill, decode = pair()
     prefill.at(Point.RELEASED, lambda _: asyncio.sleep(3))
     async with running_router(prefill, decode) as router:
@@ -121,7 +121,7 @@ async def test_a_worker_that_does_not_let_go_delays_no_finish() -> None:
         await router.assert_nothing_left()
 
 
-async def test_a_request_of_one_token_ends_by_decodes_word() -> None:
+async def test_a_request_of_one_token_ends_with_the_decode_worker() -> None:
     async with running_router(*pair()) as router:
         answer = await router.ask(token_request([7], max_tokens=1))
         assert answer.token_ids == [7]
@@ -150,7 +150,7 @@ async def test_ignored_end_of_sequence_does_not_end() -> None:
     assert answer.token_ids == [EOS, 0, 1]
 
 
-async def test_text_is_what_decoding_all_ids_gives() -> None:
+async def test_text_equals_the_decoding_of_all_ids() -> None:
     tokenizer = byte_level_tokenizer()
     async with running_router(*pair()) as router:
         answer = await router.ask(
@@ -243,7 +243,7 @@ async def test_logprobs_go_through() -> None:
     assert [p.logprob for chunk in answer.chunks for p in chunk.logprobs] == [-5.0, -6.0]
 
 
-async def test_the_seed_is_drawn_once_and_kept_if_given() -> None:
+async def test_the_seed_is_generated_once_and_kept_if_given() -> None:
     seen: list[int] = []
 
     async def note(request: types_pb2.EngineRequest) -> None:
@@ -322,7 +322,7 @@ async def test_cancelling_at_any_point_ends_both_streams(point: Point, how: str)
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
-async def test_cancelling_what_is_held_back_takes_it_out_of_the_queue(how: str) -> None:
+async def test_cancelling_a_queued_request_removes_it(how: str) -> None:
     prefill, decode = pair()
     decode.serving = False
     async with running_router(

@@ -13,7 +13,7 @@ from router.request.service_times import (
 from runtime.clock import ManualClock
 
 
-def test_answers_are_as_long_as_those_before_with_such_a_limit() -> None:
+def test_output_lengths_are_estimated_from_similar_limits() -> None:
     """The first counts for 0.9 of the second."""
     habits = ClientHabits(ManualClock())
     assert habits.expected_tokens("a", 100) == 0
@@ -24,7 +24,7 @@ def test_answers_are_as_long_as_those_before_with_such_a_limit() -> None:
     assert habits.expected_tokens("a", 100) == pytest.approx((25 * 0.9 + 100) / 1.9)
 
 
-def test_one_clients_long_answers_are_not_expected_of_another() -> None:
+def test_output_lengths_are_estimated_per_client() -> None:
     habits = ClientHabits(ManualClock())
     for _ in range(12):
         habits.answered("a", 1000, 1000)
@@ -33,7 +33,7 @@ def test_one_clients_long_answers_are_not_expected_of_another() -> None:
     assert habits.expected_tokens("b", 1000) == pytest.approx(10)
 
 
-def test_what_is_usual_counts_for_who_has_shown_little() -> None:
+def test_the_overall_average_counts_for_clients_with_few_requests() -> None:
     """Half of the limit is between what the others show; it counts for two answers."""
     clock = ManualClock()
     habits = ClientHabits(clock)
@@ -83,7 +83,7 @@ def test_trials_have_pauses() -> None:
     assert habits.may_try("a")
 
 
-def test_as_many_clients_are_kept_as_were_seen_last() -> None:
+def test_only_the_most_recent_clients_are_kept() -> None:
     habits = ClientHabits(ManualClock())
     habits.answered("first", 100, 100)
     habits.answered("second", 100, 100)

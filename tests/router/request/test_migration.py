@@ -89,7 +89,7 @@ def first_choice(pools: list[FakeDecode]) -> FakeDecode:
 
 
 @pytest.mark.parametrize("point", [Point.RESERVED, Point.COMMIT, Point.TOKEN, Point.FINISH])
-async def test_the_stream_goes_on_when_a_pool_dies_wherever_it_was(point: Point) -> None:
+async def test_the_stream_continues_when_a_pool_dies_at_any_point(point: Point) -> None:
     prefill, pools = cluster()
     async with running_router(prefill, *pools) as router:
         first_choice(pools).die_at(point)
@@ -165,7 +165,7 @@ async def test_the_only_pool_back_under_its_address_takes_its_requests_again() -
         await answer
 
 
-async def test_losses_are_bounded_because_the_request_may_be_what_kills() -> None:
+async def test_losses_are_bounded_since_the_request_may_cause_them() -> None:
     prefill, pools = cluster()
     async with running_router(prefill, *pools) as router:
         for pool in pools:
@@ -191,7 +191,7 @@ async def test_pools_that_drain_do_not_count_as_losses() -> None:
         await answered_as_if_nothing_happened(router)
 
 
-async def test_a_request_stays_with_its_weights() -> None:
+async def test_a_request_keeps_its_weights() -> None:
     """A pool of another revision is no substitute, however idle."""
     fabric, journal = Fabric(), Journal()
     old = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)

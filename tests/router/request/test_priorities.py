@@ -24,7 +24,7 @@ def test_the_name_decides(caller: Caller, lowest: int) -> None:
     assert LIMITS.most_urgent(caller) == lowest
 
 
-def test_everybody_else_is_at_zero_by_default() -> None:
+def test_the_most_urgent_priority_of_other_clients_is_zero() -> None:
     assert (
         PriorityLimits().most_urgent(ANYBODY)
         == PriorityLimits.parse(["ops=-3"]).most_urgent(ANYBODY)
@@ -33,12 +33,12 @@ def test_everybody_else_is_at_zero_by_default() -> None:
 
 
 @pytest.mark.parametrize("entry", ["ops", "=1", "ops=", "ops=x", "ops=-101", "ops=101"])
-def test_what_is_no_limit_is_refused_by_name(entry: str) -> None:
+def test_an_invalid_limit_is_refused_by_name(entry: str) -> None:
     with pytest.raises(ConfigError, match="NAME=PRIORITY"):
         PriorityLimits.parse([entry])
 
 
-def test_certificates_of_several_names_are_one_client_whatever_their_order() -> None:
+def test_certificates_of_several_names_are_one_client_in_any_order() -> None:
     one, other = certified({"peer_dns": [b"a", b"b"]}), certified({"peer_dns": [b"b", b"a"]})
     assert one == other
     assert one.identity == "certificate:a|b"

@@ -88,7 +88,7 @@ def texts_of(token_ids: list[int], stop_strings: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("stops", ["", "in the middle", "at the end", "never"])
-async def test_what_follows_is_what_would_have_followed(stops: str) -> None:
+async def test_a_resumed_output_equals_the_uninterrupted_one(stops: str) -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         request = a_question()
@@ -143,7 +143,7 @@ async def test_the_first_space_is_dropped_only_after_a_prompt_without_text(
         await router.assert_nothing_left()
 
 
-async def test_a_stop_token_ends_it_wherever_it_was_cut() -> None:
+async def test_a_stop_token_ends_it_at_any_cut() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         request = a_question()
@@ -158,7 +158,7 @@ async def test_a_stop_token_ends_it_wherever_it_was_cut() -> None:
         await router.assert_nothing_left()
 
 
-async def test_what_had_ended_needs_no_workers() -> None:
+async def test_a_finished_response_needs_no_workers() -> None:
     """The finish was lost, and with it every pool."""
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
@@ -177,7 +177,7 @@ async def test_what_had_ended_needs_no_workers() -> None:
         await router.assert_nothing_left()
 
 
-async def test_choices_go_on_each_from_where_it_was() -> None:
+async def test_each_choice_resumes_from_its_own_position() -> None:
     prefill, decode = pair()
     tokens = expected_tokens(PROMPT, NUM_TOKENS)
     async with running_router(prefill, decode) as router:
@@ -209,7 +209,7 @@ async def test_prompt_logprobs_come_until_the_first_token_has(
         ] == scores
 
 
-async def test_a_pool_may_die_under_an_answer_that_came_from_elsewhere() -> None:
+async def test_a_resumed_response_survives_the_loss_of_its_pool() -> None:
     fabric, journal = Fabric(), Journal()
     prefill, pools = (
         FakePrefill("p", fabric, journal),
@@ -232,7 +232,7 @@ async def test_a_pool_may_die_under_an_answer_that_came_from_elsewhere() -> None
         await router.assert_nothing_left()
 
 
-async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
+async def test_a_response_resumes_on_the_same_weights_only() -> None:
     """In the middle of an upgrade there are pools of old and new weights; then the old ones are
     gone."""
     fabric, journal = Fabric(), Journal()
@@ -269,7 +269,7 @@ async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
         await router.assert_nothing_left()
 
 
-async def test_an_answer_goes_on_for_the_prompt_that_it_began_for() -> None:
+async def test_a_response_resumes_for_the_same_prompt_only() -> None:
     """A client sends its chat again to a router with another template: the tokens that it has would
     follow another prompt, and the first of them may well be the same."""
     fabric, journal = Fabric(), Journal()
@@ -337,7 +337,7 @@ async def test_tokens_that_cannot_be_are_refused_by_name(
         await router.assert_nothing_left()
 
 
-async def test_what_follows_a_stop_string_is_refused() -> None:
+async def test_resuming_after_a_stop_string_is_refused() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         text = (await router.ask(a_question())).text
@@ -348,7 +348,7 @@ async def test_what_follows_a_stop_string_is_refused() -> None:
         assert refused.value.violations[0].field.startswith("resumed[0].ids[")
 
 
-async def test_an_answer_that_is_aborted_has_the_text_of_its_tokens() -> None:
+async def test_an_aborted_response_has_the_text_of_its_tokens() -> None:
     """All of it was held back, as a stop string might still come."""
     prefill, decode = pair()
     counted = itertools.count(1)

@@ -43,7 +43,7 @@ async def test_each_client_has_its_part_and_its_requests_wait_in_order() -> None
     assert not held.places._waiting
 
 
-async def test_there_is_one_place_at_least_and_fewer_when_workers_are_gone() -> None:
+async def test_places_shrink_with_lost_workers_to_one_at_least() -> None:
     held = Held(2 * SHARE, max_wait_s=0.05)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         first, second = (group.create_task(held.hold(name)) for name in ("a1", "a2"))

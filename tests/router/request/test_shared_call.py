@@ -47,7 +47,7 @@ async def test_requests_share_a_call_and_each_gets_its_own_tokens_in_order() -> 
 
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("position", [1, 7, NUM_TOKENS - 1])
-async def test_tokens_that_are_lost_or_come_twice_cost_another_try_and_change_nothing(
+async def test_lost_or_repeated_tokens_cost_a_retry_and_change_no_output(
     position: int, times: int
 ) -> None:
     prefill, (pool,) = cluster()
@@ -98,7 +98,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other_one() -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "aborted", "stopped"])
-async def test_what_still_comes_for_a_request_that_is_over_reaches_nobody(how: str) -> None:
+async def test_late_events_of_a_finished_request_are_dropped(how: str) -> None:
     prefill, (pool,) = cluster()
     pool.token_pause_s = 0.01
     async with running_router(prefill, pool) as router:
@@ -119,7 +119,7 @@ async def test_what_still_comes_for_a_request_that_is_over_reaches_nobody(how: s
         await router.assert_nothing_left()
 
 
-async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(
+async def test_unread_scores_stay_on_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, (pool,) = cluster()
@@ -151,7 +151,7 @@ async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(
         await router.assert_nothing_left()
 
 
-async def test_a_worker_of_another_release_is_refused_with_a_reason_and_nobody_waits() -> None:
+async def test_a_worker_with_another_wire_version_is_refused_with_a_reason() -> None:
     prefill, (pool,) = cluster()
     pool.wire_version = 0
     async with running_router(prefill, pool, admission=NO_GRACE) as router:

@@ -39,7 +39,7 @@ async def answered(router: RouterHarness) -> int:
     return answer.finish.usage.cached_tokens
 
 
-async def test_no_prefill_worker_is_asked() -> None:
+async def test_no_prefill_worker_is_used() -> None:
     prefill, pools = cluster()
     async with running_router(prefill, *pools) as router:
         assert await answered(router) == 32

@@ -360,9 +360,7 @@ async def test_sampling_that_a_request_leaves_open_is_the_models() -> None:
         ("repetition_penalty", 1.0),
     ],
 )
-async def test_what_a_client_gives_beats_the_models_even_where_it_is_zero(
-    name: str, value: float
-) -> None:
+async def test_client_parameters_win_over_the_models_even_if_zero(name: str, value: float) -> None:
     request = good()
     with_sampling(**{name: value})(request)
     sampling = (await check(request, replace(served_model(), facts=OF_THE_MODEL))).engine.sampling
@@ -370,7 +368,7 @@ async def test_what_a_client_gives_beats_the_models_even_where_it_is_zero(
     assert {field: getattr(sampling, field) for field in expected} == pytest.approx(expected)
 
 
-async def test_clients_are_told_what_an_open_request_is_drawn_with() -> None:
+async def test_clients_see_the_sampling_defaults() -> None:
     async with running_router(model=replace(served_model(), facts=OF_THE_MODEL)) as router:
         told = await router.stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10)
     sampling = model_info_of(told).default_sampling
@@ -388,7 +386,7 @@ async def test_clients_are_told_what_an_open_request_is_drawn_with() -> None:
     ("change", "field"),
     [(with_fields(text="red <image> mill"), "text"), (with_chat(("user", "red")), "chat.messages")],
 )
-async def test_a_token_that_only_the_tokenizer_has_is_refused_in_the_clients_terms(
+async def test_a_token_beyond_the_vocabulary_is_refused_in_the_clients_terms(
     change: Change, field: str
 ) -> None:
     """As the token of an image is, in a model of text alone whose tokenizer has it: beyond the

@@ -97,9 +97,7 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
     assert line.service_model.cautious_s(RATES, "", WORK) == pytest.approx(8.0)
 
 
-def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_beside_longer_ones() -> (
-    None
-):
+def test_a_prompt_waits_for_shorter_ones_and_a_share_of_longer_ones() -> None:
     """Of 100 tokens: two of 100 and 300 are before it, as is all of one of 400, but of longer ones
     three tokens for each of the short ones' and its own."""
     assert PromptsAhead.of([]).before(100) == 0
@@ -126,7 +124,7 @@ def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_b
     )
 
 
-def test_an_answer_that_was_begun_is_read_up_to_there_and_only_the_rest_is_drawn() -> None:
+def test_a_resumed_output_counts_as_prompt_and_only_the_rest_as_output() -> None:
     service_model = ServiceTimeModel(ManualClock())
     service_model.habits.answered("", 32, 32)
     assert service_model.work("", 100, 32) == TokenWork(100, 32)
@@ -139,7 +137,7 @@ def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:
     assert RATES.wait_s(TokenWork(10, 200)) == pytest.approx(10.0)
 
 
-def test_who_could_not_end_in_time_behind_the_others_is_refused_on_arrival() -> None:
+def test_a_request_that_cannot_finish_in_time_is_refused_on_arrival() -> None:
     """Each takes 2 s and makes the next one wait for 1 s: the fourth would end after 5 s, at its
     deadline."""
     line = Line().exact(2.0)
@@ -152,7 +150,7 @@ def test_who_could_not_end_in_time_behind_the_others_is_refused_on_arrival() -> 
     assert isinstance(line.enter("patient", 6.1), Waiter)
 
 
-def test_a_queue_longer_than_can_be_served_within_the_limit_of_waiting_refuses() -> None:
+def test_a_queue_that_exceeds_the_wait_limit_refuses() -> None:
     line = Line(max_wait_s=2.5)
     assert [isinstance(line.enter(str(i)), Waiter) for i in range(3)] == [True] * 3
     refused = line.enter("too many")
@@ -161,7 +159,7 @@ def test_a_queue_longer_than_can_be_served_within_the_limit_of_waiting_refuses()
     assert refused.wait_s == pytest.approx(3.0)
 
 
-def test_the_hard_limit_holds_however_short_the_wait_is() -> None:
+def test_the_hard_limit_holds_for_short_waits_too() -> None:
     line = Line(max_waiting=2)
     for name in "ab":
         line.enter(name, rates=Rates())
@@ -205,7 +203,7 @@ def test_time_brings_those_without_a_deadline_to_the_front() -> None:
     assert line.names == ["patient", "in a hurry", "in less of a hurry"]
 
 
-def test_who_waits_in_vain_is_dropped_before_it_costs_anything() -> None:
+def test_a_waiter_that_cannot_meet_its_deadline_is_dropped() -> None:
     line = Line().exact(2.0)
     line.enter("short", 4.0)
     line.enter("long", 10.0)
@@ -218,7 +216,7 @@ def test_who_waits_in_vain_is_dropped_before_it_costs_anything() -> None:
     assert line.names == ["long"]
 
 
-def test_nobody_waits_for_longer_than_the_limit() -> None:
+def test_no_request_waits_longer_than_the_limit() -> None:
     line = Line(max_wait_s=10.0)
     line.enter("a")
     line.clock.advance(10.0)
@@ -230,7 +228,7 @@ def gain_of(gains: dict[str, int]) -> Callable[[str], int]:
     return lambda name: gains.get(name, 0)
 
 
-def test_who_gains_most_may_go_first_and_of_equals_the_first() -> None:
+def test_the_largest_cache_gain_goes_first_and_ties_by_arrival() -> None:
     line = Line()
     for name in "abcd":
         line.enter(name)
@@ -241,7 +239,7 @@ def test_who_gains_most_may_go_first_and_of_equals_the_first() -> None:
     assert line.line.best(gain_of({"a": -3, "b": -1}), now_s).item == "c"
 
 
-def test_nobody_goes_before_one_who_cannot_wait_longer() -> None:
+def test_no_request_overtakes_one_that_cannot_wait_longer() -> None:
     line = Line(max_wait_s=60.0)
     line.enter("a")
     line.clock.advance(60.0 - LEAST_SLACK_S - 0.5)
@@ -252,7 +250,7 @@ def test_nobody_goes_before_one_who_cannot_wait_longer() -> None:
     assert line.line.best(gains, line.clock.now()).item == "a"
 
 
-def test_nobody_is_passed_for_ever() -> None:
+def test_overtaking_is_bounded() -> None:
     """However many come whose prompts are there."""
     line = Line(max_waiting=2)
     line.enter("patient")
@@ -276,7 +274,7 @@ HAPPENINGS = st.lists(
 
 
 @given(HAPPENINGS, st.integers(1, 8), st.floats(0.5, 30.0))
-def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
+def test_admitted_requests_leave_in_order_when_placed_or_expired(
     happenings: Sequence[tuple[float, list[tuple[float, int, int, int]], int]],
     max_waiting: int,
     max_wait_s: float,
@@ -355,7 +353,7 @@ def test_short_deadlines_buy_no_urgency_from_other_clients() -> None:
     assert served == ["patient 0", "hurry 6", "patient 1", "hurry 8", "patient 2", "hurry 10"]
 
 
-def test_turns_count_tokens_and_who_has_waited_for_nobody_owes_none() -> None:
+def test_turns_count_tokens_and_unopposed_clients_owe_none() -> None:
     """Of one client's requests each has as many tokens as two of the other's."""
     line = Line(max_wait_s=600.0)
     for number in range(4):
@@ -386,7 +384,7 @@ def test_priorities_go_before_turns() -> None:
     assert line.names == ["b", "d", "a", "c"]
 
 
-def test_the_wait_behind_other_clients_is_that_of_their_turns() -> None:
+def test_the_wait_for_other_clients_is_that_of_their_turns() -> None:
     """Behind a hundred requests of another client, of a second each, the first of a client waits
     for one, and each takes two seconds then."""
     line = Line(max_waiting=1000, max_wait_s=600.0)
@@ -426,7 +424,7 @@ def test_a_full_line_makes_room_for_a_client_that_has_fewer_in_it() -> None:
     assert isinstance(third, Refusal), "others are more urgent"
 
 
-def test_a_client_refused_for_its_long_answers_is_tried_now_and_then() -> None:
+def test_a_client_refused_for_long_outputs_is_retried_at_times() -> None:
     line = Line(max_wait_s=60.0).exact(2.0, 7.0)
     line.clock.advance(1.0)
     line.enter("long", work=TokenWork(100, 1000), client="b")
@@ -440,7 +438,7 @@ def test_a_client_refused_for_its_long_answers_is_tried_now_and_then() -> None:
     assert isinstance(line.enter("hopeless", 1.0, work=TokenWork(100, 1000), client="a"), Refusal)
 
 
-def test_the_time_to_come_back_is_bounded() -> None:
+def test_the_retry_delay_is_bounded() -> None:
     assert Refusal(Cause.DEADLINE, 0.0, 3.9e5).retry_after_s == MAX_RETRY_S
     assert Refusal(Cause.WAIT, 1e-4).retry_after_s == MIN_RETRY_S
     assert Refusal(Cause.WAIT, 0.0).retry_after_s is None
@@ -475,7 +473,7 @@ def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None
         )
     )
 )
-def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(
+def test_work_and_shortest_prompt_are_those_of_the_queue(
     steps: list[tuple[str, int, int]],
 ) -> None:
     line = Line()

@@ -22,7 +22,7 @@ def received(position: int = 0) -> Received:
     return Received(Closed(), decode_pb2.DecodeEvent(position=position))
 
 
-async def test_an_inbox_is_idle_only_while_its_task_waits_for_nothing_that_is_there() -> None:
+async def test_an_inbox_is_idle_only_while_its_task_waits_and_it_is_empty() -> None:
     inbox = FlowInbox()
     assert not inbox.is_idle, "its task has not come yet"
     getting = asyncio.create_task(inbox.get())
@@ -46,7 +46,7 @@ async def test_events_of_workers_are_bounded_and_the_end_always_has_room(
     assert [type(await inbox.get()) for _ in range(3)] == [Received, Received, Over]
 
 
-async def test_an_answer_that_is_due_is_overdue_once() -> None:
+async def test_a_missing_response_is_overdue_once() -> None:
     overdue: list[float] = []
     timer, began = DueTimer(lambda: overdue.append(time.monotonic())), time.monotonic()
     timer.owe(0.1)
@@ -58,7 +58,7 @@ async def test_an_answer_that_is_due_is_overdue_once() -> None:
     timer.close()
 
 
-async def test_an_answer_that_comes_or_is_put_off_is_not_overdue() -> None:
+async def test_a_received_or_postponed_response_is_not_overdue() -> None:
     overdue: list[str] = []
     settled, later, sooner = (
         DueTimer(partial(overdue.append, name)) for name in ("settled", "later", "sooner")
@@ -78,7 +78,7 @@ async def test_an_answer_that_comes_or_is_put_off_is_not_overdue() -> None:
     assert overdue == ["sooner", "settled"]
 
 
-async def test_a_process_that_was_held_up_reads_before_it_blames_anybody() -> None:
+async def test_a_stalled_process_reads_pending_events_before_timing_out() -> None:
     """As after SIGSTOP: the time is over before anything that came could be read."""
     overdue: list[int] = []
     timer = DueTimer(lambda: overdue.append(1))

@@ -89,7 +89,7 @@ CARRYING = {name: carried(tokenizer) for name, tokenizer in KINDS.items()}
 
 @given(texts)
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_come_back_whatever_is_in_them(kind: str, text: str) -> None:
+def test_any_text_round_trips(kind: str, text: str) -> None:
     """But for the bar of SentencePiece, which its tokenizers read as the space that it stands
     for."""
     expected = text if kind == "Qwen" else text.replace("▁", " ")
@@ -110,7 +110,7 @@ def test_ids_of_the_models_own_tokenizer_carry_nothing(kind: str, token_ids: lis
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_decoded_as_behind_a_prompt(kind: str) -> None:
+def test_outputs_are_decoded_as_after_a_prompt(kind: str) -> None:
     """A first space is part of an answer."""
     tokenizer, carrying = KINDS[kind], CARRYING[kind]
     for text in (" the red mill", " Größe", "\n<tool>"):
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_loses_characters_carries_none() -> None:
     assert carrying_tokenizer(unknown, unknown.to_str()) is None
 
 
-def test_the_template_writes_what_it_is_given() -> None:
+def test_the_template_renders_its_input() -> None:
     source = "{% if enable_thinking %}<think>{% endif %}{{ mood }}{{ bos_token }}{% for m in messages %}{% endfor %}"
     template = ChatTemplate(source, {"bos_token": "<s>"})
     written = carrying_template(template)

@@ -65,7 +65,7 @@ def test_a_template_can_refuse_messages() -> None:
         "{{ 'a' * 10 ** 15 }}",
     ],
 )
-def test_a_template_stays_in_its_sandbox(source: str) -> None:
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source, {}).render(CHAT)
 
@@ -130,7 +130,7 @@ def test_arguments_reach_the_template(arguments: Mapping[str, Any]) -> None:
     assert ChatTemplate(template, TOKENS).render(chat) == by_transformers(template, chat)
 
 
-def test_what_a_template_can_be_given_is_known() -> None:
+def test_template_parameters_are_detected() -> None:
     source = (
         "{% set loop = 1 %}{% if tools %}{{ tool_choice }}{% endif %}{{ bos_token }}{{ raise_exception }}"
         "{% for m in messages %}{{ m.x }}{% set seen = m %}{% endfor %}"
@@ -229,7 +229,7 @@ TURNS = (
 
 @pytest.mark.parametrize("trim", ["", "| trim"])
 @pytest.mark.parametrize("content", ["It is", "It is ", 'He said: "4\n"', as_parts(["It is"])])
-def test_an_answer_goes_on_with_the_final_message(trim: str, content: Any) -> None:  # noqa: ANN401
+def test_an_output_continues_the_final_message(trim: str, content: Any) -> None:  # noqa: ANN401
     source = TURNS.replace("TRIMMED", trim)
     if isinstance(content, list):
         source = source.replace(

@@ -125,7 +125,7 @@ async def test_a_token_that_cannot_be_written_as_text_is_refused() -> None:
         await ids(tokenizer, chat_of_texts(("user", "a red mill")), as_text=True)
 
 
-async def test_a_router_is_told_what_they_are(tmp_path: Path) -> None:
+async def test_control_tokens_of_users_are_tokens_or_text_by_setting(tmp_path: Path) -> None:
     chat = chat_of_texts(("user", "<bot>"))
     bot = byte_level_tokenizer().token_to_id("<bot>")
     assert bot is not None

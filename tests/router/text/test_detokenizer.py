@@ -87,13 +87,13 @@ def byte_ids(data: bytes) -> list[int]:
 
 
 @given(st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     assert text_of(tokenizer, tokenizer.encode(text).ids) == text
 
 
 @given(st.lists(st.integers(0, 600), max_size=40))
-def test_any_ids_give_what_the_tokenizer_gives(token_ids: list[int]) -> None:
+def test_any_ids_decode_as_by_the_tokenizer(token_ids: list[int]) -> None:
     """Also ids that are no valid UTF-8 together, special ones, and ids beyond the vocabulary."""
     tokenizer = byte_level_tokenizer()
     known = [token_id for token_id in token_ids if tokenizer.id_to_token(token_id) is not None]
@@ -164,7 +164,7 @@ def test_a_cut_character_is_one_replacement(data: bytes, text: str) -> None:
     ],
     ids=str,
 )
-def test_words_of_sentencepiece_give_what_the_tokenizer_gives(
+def test_sentencepiece_words_decode_as_by_the_tokenizer(
     decoder: Any,  # noqa: ANN401
     token_ids: list[int],
 ) -> None:
@@ -186,7 +186,7 @@ def test_words_of_sentencepiece_give_what_the_tokenizer_gives(
     ],
     ids=str,
 )
-def test_a_text_goes_on_where_its_prompt_ended(
+def test_a_text_continues_its_prompt(
     decoder: Any,  # noqa: ANN401
     prompt: list[int],
     token_ids: list[int],
@@ -209,7 +209,7 @@ def test_a_text_goes_on_where_its_prompt_ended(
         ((BOS, WORDS.index("▁")), " red"),
     ],
 )
-def test_the_first_space_of_an_answer_is_dropped_only_where_a_text_begins(
+def test_the_first_space_is_dropped_only_at_the_start_of_a_text(
     prompt: tuple[int, ...], text: str
 ) -> None:
     assert text_of(sentencepiece_like(LLAMA_2), [RED], prompt) == text
@@ -225,7 +225,7 @@ def test_many_special_tokens_in_a_row_lose_no_space(decoder: Any) -> None:  # no
 
 
 @given(st.text(max_size=4), st.integers(0, 16))
-def test_an_answer_completes_the_character_that_its_prompt_ended_in(text: str, cut: int) -> None:
+def test_an_output_completes_the_last_character_of_its_prompt(text: str, cut: int) -> None:
     data = text.encode()
     whole_before = data[:cut].decode(errors="ignore")
     assert (
@@ -247,7 +247,7 @@ def test_an_answer_completes_the_character_that_its_prompt_ended_in(text: str, c
         (b"A\xe2\x82\xac", b"\x82", "\ufffd"),
     ],
 )
-def test_a_broken_character_of_the_prompt_is_none_of_the_answer(
+def test_a_broken_character_of_the_prompt_is_not_in_the_output(
     prompt: bytes, answer: bytes, text: str
 ) -> None:
     assert text_of(sentencepiece_like(GEMMA), byte_ids(answer), byte_ids(prompt)) == text
@@ -281,9 +281,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(st.text("abc", max_size=40), stop_lists, st.lists(st.integers(0, 40), max_size=10))
-def test_stop_strings_are_found_wherever_the_text_is_cut(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+def test_stop_strings_are_found_at_any_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     matcher, given_out, matched = StopMatcher(stops), "", None
     for start, end in itertools.pairwise(borders):

@@ -39,7 +39,7 @@ def at_once(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return text
 
 
-def test_a_stream_is_what_decoding_at_once_gives_whatever_its_prompt() -> None:
+def test_a_stream_equals_decoding_at_once_after_any_prompt() -> None:
     draw = random.Random(3)
     for name, tokenizer in published_tokenizers().items():
         detokenizers, num_tokens = Detokenizers(tokenizer), tokenizer.get_vocab_size()

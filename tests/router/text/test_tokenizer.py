@@ -106,7 +106,7 @@ def test_facts_come_from_the_config_files(tmp_path: Path) -> None:
     assert load_served_model(tmp_path).facts.eos_token_ids == (3, 4)
 
 
-def test_the_models_own_sampling_is_read_unless_the_router_is_told_not_to(tmp_path: Path) -> None:
+def test_the_models_sampling_defaults_are_read_unless_disabled(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "num_beams": 4})
@@ -121,7 +121,7 @@ def test_the_models_own_sampling_is_read_unless_the_router_is_told_not_to(tmp_pa
         load_served_model(tmp_path)
 
 
-def test_a_model_without_an_end_is_told_of_once(tmp_path: Path) -> None:
+def test_a_model_without_an_end_token_is_logged_once(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["eos_token_id"]

@@ -79,7 +79,7 @@ async def test_two_addresses_of_one_worker_count_once_with_one_line_of_warning(
     ]
 
 
-async def test_what_one_worker_can_take_is_given_to_it_once() -> None:
+async def test_the_capacity_of_one_worker_is_used_once() -> None:
     known = Known()
     serves(known.four, "one")
     serves(known.six, "one")
@@ -93,7 +93,7 @@ async def test_what_one_worker_can_take_is_given_to_it_once() -> None:
     assert {pair.decode.worker.address for pair in pairs if pair is not None} == {"10.0.0.2:7000"}
 
 
-async def test_the_other_address_is_used_as_soon_as_the_first_one_fails_and_stays_in_use() -> None:
+async def test_the_other_address_replaces_a_failed_one_and_stays_in_use() -> None:
     known = Known()
     serves(known.four, "one")
     serves(known.six, "one")
@@ -118,7 +118,7 @@ async def test_addresses_that_turn_out_to_be_two_workers_are_two_again() -> None
     assert known.counted == (2, 0)
 
 
-async def test_a_router_of_a_worker_that_is_named_twice_answers_and_shows_it_once() -> None:
+async def test_a_worker_named_twice_serves_and_is_shown_once() -> None:
     fabric, journal = Fabric(), Journal()
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     async with running_router(prefill, decode) as plain:

@@ -133,7 +133,7 @@ def num_lines(work: Callable[[], object]) -> int:
     return count
 
 
-async def test_a_report_takes_as_much_of_a_router_however_many_workers_there_are() -> None:
+async def test_the_cost_of_a_report_is_independent_of_fleet_size() -> None:
     """And so does the question that follows each: whether there is a pair. With four reports of
     each worker a second, what grows with the fleet grows with its square."""
 
@@ -168,7 +168,7 @@ async def test_a_report_takes_as_much_while_no_pair_is_there() -> None:
     assert steps(100) == steps(2)
 
 
-async def test_a_worker_more_takes_an_index_as_much_however_many_there_are() -> None:
+async def test_the_index_cost_of_a_worker_is_independent_of_fleet_size() -> None:
     def reported(num_decode: int) -> None:
         for worker in Known(num_decode).decode:
             keeps(worker, range(40))
@@ -176,7 +176,7 @@ async def test_a_worker_more_takes_an_index_as_much_however_many_there_are() -> 
     assert num_lines(lambda: reported(400)) < 15 * num_lines(lambda: reported(40))
 
 
-async def test_who_is_lost_is_awaited_as_long_as_the_slowest_of_the_last_starts_took() -> None:
+async def test_the_restart_estimate_is_the_slowest_of_the_last_starts() -> None:
     registry = CollectorRegistry()
     directory = Directory(
         DirectoryOptions(("h:1",), ("h:2", "h:3"), longest_restart_s=100.0),
@@ -198,11 +198,11 @@ async def test_who_is_lost_is_awaited_as_long_as_the_slowest_of_the_last_starts_
         assert directory.restart_estimate_s == START_MARGIN * slowest_s
 
 
-async def test_a_start_takes_as_much_for_each_worker_however_many_there_are() -> None:
+async def test_the_start_cost_of_a_worker_is_independent_of_fleet_size() -> None:
     assert num_lines(lambda: Known(num_decode=400)) < 15 * num_lines(lambda: Known(num_decode=40))
 
 
-async def test_estimates_take_as_much_of_a_router_however_many_workers_there_are() -> None:
+async def test_the_cost_of_estimates_is_independent_of_fleet_size() -> None:
     """They are made several times for every request. In a fleet of workers that are alike some
     stand for all."""
     clock = ManualClock()
@@ -223,7 +223,7 @@ async def test_estimates_take_as_much_of_a_router_however_many_workers_there_are
     )
 
 
-async def test_a_choice_takes_as_much_of_a_router_however_many_workers_there_are() -> None:
+async def test_the_cost_of_a_choice_is_independent_of_fleet_size() -> None:
     """Those that it looks at are some of many. The worker that has the prompt is among them, and so
     is the only one that has room."""
 
@@ -249,7 +249,7 @@ async def test_a_choice_takes_as_much_of_a_router_however_many_workers_there_are
     assert pair.decode.worker is large.decode[-2]
 
 
-async def test_reports_are_nothing_to_admission_while_nobody_waits(
+async def test_reports_do_not_wake_admission_with_an_empty_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known, looks = Known(), []
@@ -344,7 +344,7 @@ async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(
         )
 
 
-async def test_who_waits_for_a_pair_is_woken_when_there_is_one_and_when_there_is_none() -> None:
+async def test_waiters_for_a_pair_wake_when_one_appears_or_disappears() -> None:
     known = Known()
     serves(known.decode[0])
     waiting = asyncio.create_task(known.directory.until_paired(is_paired=True))
@@ -364,7 +364,7 @@ async def test_who_waits_for_a_pair_is_woken_when_there_is_one_and_when_there_is
 @pytest.mark.parametrize(
     ("version", "accepted"), [(0, False), (WIRE_VERSION, True), (WIRE_VERSION + 1, False)]
 )
-async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_versions(
+async def test_a_worker_with_another_wire_version_is_unusable(
     version: int, *, accepted: bool
 ) -> None:
     known = Known()
@@ -382,7 +382,7 @@ async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_ve
     ("theirs", "ours", "accepted"),
     [((1, 2), (2, 1), True), ((), (1,), True), ((1,), (), False), ((1, 2), (1,), False)],
 )
-async def test_a_worker_that_ends_answers_elsewhere_is_refused(
+async def test_a_worker_with_other_end_tokens_is_refused(
     theirs: tuple[int, ...], ours: tuple[int, ...], *, accepted: bool
 ) -> None:
     """Of two routers before the same workers, one would let answers run on."""
@@ -409,7 +409,7 @@ async def test_a_worker_without_a_tokenizer_need_not_know_the_tokenizers_end(
     assert known.prefill.is_usable == accepted
 
 
-async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> None:
+async def test_a_worker_without_a_partner_reports_only_differences() -> None:
     known = Known(num_decode=2)
     described = {
         "p": "schema 6, page size 32, layers 0-7: kv",
@@ -484,7 +484,7 @@ async def test_the_pool_that_gave_a_request_up_gets_it_only_if_there_is_no_other
         pair.release()
 
 
-async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
+async def test_a_source_with_a_compatible_pool_is_chosen() -> None:
     """The idle prefill worker has a draft that no pool takes."""
     registry = CollectorRegistry()
     directory = Directory(
@@ -519,7 +519,7 @@ async def test_the_limit_of_a_request_takes_one_look_at_each_worker(
     assert len(looks) == len(known.directory.workers)
 
 
-async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_load() -> None:
+async def test_a_prompt_goes_to_its_cached_prefix_and_the_rest_counts_as_load() -> None:
     """40 tokens, of which two pages of 16 are there; the last token is always computed."""
     directory = Directory(
         DirectoryOptions(("h:1", "h:2"), ("h:3",)),
@@ -565,7 +565,7 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
         ("m", "m+d", "m+d", 0),
     ],
 )
-async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the_rest(
+async def test_the_pool_with_the_cached_prompt_wins_between_equal_loads(
     source: str, pool: str, kept_as: str, num_cached: int
 ) -> None:
     """As it would have landed: with the draft only where both have it."""

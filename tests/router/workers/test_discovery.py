@@ -79,7 +79,7 @@ def test_targets_name_places(text: str, place: object) -> None:
         "dns:///pre fill:1",
     ],
 )
-def test_what_is_no_target_is_refused_by_name(text: str) -> None:
+def test_an_invalid_target_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_target(text, field="prefill")
     assert refused.value.field == "prefill"
@@ -162,9 +162,7 @@ async def test_dns_follows_a_name_and_takes_silence_for_no_news() -> None:
         await seen.until("10.0.0.3:7000")
 
 
-async def test_a_name_server_that_has_just_started_and_knows_no_names_takes_no_worker_away() -> (
-    None
-):
+async def test_an_empty_dns_response_removes_no_worker() -> None:
     resolver, name = Resolver(), Address("prefill.baton", 7000)
     resolver.answer = ["10.0.0.1"]
     async with running(
@@ -178,9 +176,7 @@ async def test_a_name_server_that_has_just_started_and_knows_no_names_takes_no_w
         await seen.until("10.0.0.2:7000")
 
 
-def test_a_name_is_looked_up_often_enough_to_find_a_worker_that_moved_within_three_seconds() -> (
-    None
-):
+def test_the_lookup_interval_finds_moved_workers_within_three_seconds() -> None:
     assert (
         DiscoveryOptions().interval_s
         == RouterConfig.model_fields["discovery_interval_s"].default
@@ -188,7 +184,7 @@ def test_a_name_is_looked_up_often_enough_to_find_a_worker_that_moved_within_thr
     )
 
 
-async def test_dns_asks_the_systems_resolver() -> None:
+async def test_dns_uses_the_systems_resolver() -> None:
     metrics = RouterMetrics.create(CollectorRegistry())
     source = open_source(
         "dns:///localhost:7000", DiscoveryOptions(), metrics.discovery_errors, random.Random(0)
@@ -254,7 +250,7 @@ async def test_a_port_by_number_and_a_namespace_by_name(tmp_path: Path) -> None:
         await seen.until("10.0.0.1:9090")
 
 
-async def test_a_version_too_old_is_listed_anew_without_losing_anybody(tmp_path: Path) -> None:
+async def test_an_expired_version_is_listed_again_without_losing_workers(tmp_path: Path) -> None:
     async with fake_api() as api, running(endpoints(api, tmp_path)) as seen:
         api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))
         await seen.until("10.0.0.1:7000")
@@ -269,7 +265,7 @@ async def test_a_version_too_old_is_listed_anew_without_losing_anybody(tmp_path:
         assert seen.errors("kubernetes") == 0, "Gone is no error"
 
 
-async def test_a_lost_connection_keeps_what_is_known_and_is_tried_again(tmp_path: Path) -> None:
+async def test_a_lost_connection_keeps_known_workers_and_is_retried(tmp_path: Path) -> None:
     async with fake_api() as api, running(endpoints(api, tmp_path)) as seen:
         api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))
         await seen.until("10.0.0.1:7000")

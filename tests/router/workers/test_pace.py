@@ -51,7 +51,7 @@ def test_prompts_that_caches_have_most_of_do_not_make_others_endless() -> None:
     assert pace.tokens_per_s == pytest.approx(640, rel=0.1)
 
 
-def test_what_was_slow_is_forgotten_by_half_every_half_life() -> None:
+def test_slow_measurements_decay_by_half_every_half_life() -> None:
     """A hundred tokens per second, then, for one half-life, three hundred: (100 + 300) / 2, but for
     the tokens of the newest second, which weigh a little more."""
     clock = ManualClock()
@@ -67,7 +67,7 @@ def test_what_was_slow_is_forgotten_by_half_every_half_life() -> None:
     assert pace.tokens_per_s == pytest.approx(200, rel=0.15)
 
 
-def test_a_pool_that_stands_still_gets_slower_while_nothing_is_said() -> None:
+def test_a_stalled_pool_gets_slower_without_reports() -> None:
     clock = ManualClock()
     pace = PrefillPace(clock)
     for _ in range(100):
@@ -122,7 +122,7 @@ def test_a_long_prompt_counts_by_its_chunks() -> None:
     assert pool.pace.tokens_under_way == 0
 
 
-def test_a_chunk_that_takes_long_is_no_pool_that_stands_still() -> None:
+def test_a_long_chunk_is_not_a_stalled_pool() -> None:
     """Reports say nothing new for five seconds, then 5,000 tokens."""
     pool = Pool()
     pool.pace.began()
@@ -142,7 +142,7 @@ def test_a_chunk_that_takes_long_is_no_pool_that_stands_still() -> None:
     assert slow < 200, "four times as long as a chunk takes"
 
 
-def test_what_is_reported_and_ends_counts_once() -> None:
+def test_reported_and_finished_tokens_count_once() -> None:
     pool = Pool()
     pool.pace.began()
     for number in range(1, 201):
@@ -154,7 +154,7 @@ def test_what_is_reported_and_ends_counts_once() -> None:
     assert pool.pace.tokens_per_s == pytest.approx(1000, rel=0.1)
 
 
-def test_what_was_given_up_takes_time_and_yields_nothing() -> None:
+def test_abandoned_work_takes_time_and_yields_no_tokens() -> None:
     clock = ManualClock()
     pace = PrefillPace(clock)
     for num_tokens in (100, 0) * 50:
@@ -194,7 +194,7 @@ def test_a_load_that_was_slow_long_ago_is_tried_again() -> None:
     assert pace.token_s(8) is None
 
 
-def test_newer_answers_weigh_more() -> None:
+def test_newer_measurements_weigh_more() -> None:
     """0.9 x 100 s + 10 s over 0.9 x 100 + 100 tokens."""
     pace = DecodePace(ManualClock())
     pace.observe(4, 100, 100.0)
@@ -202,7 +202,7 @@ def test_newer_answers_weigh_more() -> None:
     assert pace.token_s(4) == pytest.approx(100.0 / 190)
 
 
-def test_one_token_of_a_pool_that_has_just_started_says_nothing() -> None:
+def test_one_token_of_a_new_pool_gives_no_estimate() -> None:
     """It took 0.7 s; an answer of 175 tokens seemed to take two minutes, and was refused for its
     deadline."""
     pace = DecodePace(ManualClock())

@@ -111,7 +111,9 @@ def test_a_prefix_cache_counts_as_much_as_it_saves(
     ("ahead", "full", "chosen"),
     [(40_000, 0.9, "second"), (50_000, 0.9, "first"), (0, 0.9, "second"), (10, 0.0, "first")],
 )
-def test_a_pair_is_weighed_by_what_both_of_it_take(ahead: int, full: float, chosen: str) -> None:
+def test_a_pair_is_weighed_by_the_load_of_both_workers(
+    ahead: int, full: float, chosen: str
+) -> None:
     """The first source feeds a pool that is so full, the second, with so many tokens ahead, an
     empty one. A token takes 0.1 ms, an answer 5 s: 4 s ahead are less than 90 % of that, 5 s are
     more."""
@@ -140,9 +142,7 @@ def test_of_workers_that_all_fit_a_pair_is_the_best_of_either_role(
 
 
 @pytest.mark.parametrize(("waited_s", "chosen"), [(0.0, 1), (0.1, 1), (0.4, 0)])
-def test_bytes_that_an_answer_waits_for_weigh_as_its_pool_being_full(
-    waited_s: float, chosen: int
-) -> None:
+def test_bytes_to_transfer_weigh_like_the_load_of_the_pool(waited_s: float, chosen: int) -> None:
     """1,000 tokens came so long after their first token, answers take 2 s. The first pool has all
     of the prompt and is fuller by a tenth of its time, 0.2 s, which is more than 0.1 s and less
     than 0.4 s."""

@@ -68,7 +68,7 @@ def test_a_prompt_goes_on_from_the_deepest_name_that_a_worker_has(
     assert index.depths(names) == {worker: depth for worker, depth in deepest.items() if depth}
 
 
-def test_what_a_request_asks_again_is_not_looked_for_again_before_a_change() -> None:
+def test_lookups_are_cached_until_the_index_changes() -> None:
     index, names = PrefixIndex(), tuple(NAMES)
     index.report("a", report(0, NAMES[:1]))
     found = index.depths(names)
@@ -81,7 +81,7 @@ def test_what_a_request_asks_again_is_not_looked_for_again_before_a_change() -> 
     assert index.depths(names) == {"a": 1}
 
 
-def test_what_data_ranks_store_together_and_remove_once_is_not_kept_for_ever() -> None:
+def test_blocks_stored_by_several_data_ranks_do_not_accumulate() -> None:
     index, names = PrefixIndex(), [number.to_bytes(16, "big") for number in range(100)]
     for cycle in range(50):
         index.report("w", report(3 * cycle, names))

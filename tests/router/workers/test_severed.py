@@ -56,7 +56,7 @@ async def test_a_severed_pair_is_left_out_while_there_is_another() -> None:
     assert of.is_fed(d0.book(1))
 
 
-async def test_what_has_no_room_is_waited_for_rather_than_a_severed_pair() -> None:
+async def test_a_full_pair_is_waited_for_rather_than_a_severed_one() -> None:
     of = directory(2, 1)
     p0, p1, d0 = of.workers
     sever(of, p0, d0)

@@ -88,7 +88,7 @@ async def test_a_missing_report_is_noticed(
 
 
 @pytest.mark.parametrize("answers", ["another role", "another worker's incarnation"])
-async def test_a_name_that_another_worker_answers_for_is_looked_up_again(answers: str) -> None:
+async def test_a_name_served_by_another_worker_is_looked_up_again(answers: str) -> None:
     """A worker that was given the address that the named one had before does not keep the name."""
     role = WorkerRole.DECODE if answers == "another role" else WorkerRole.PREFILL
     with NameServer() as names:

@@ -47,7 +47,7 @@ async def test_bookings_since_the_report_are_added_to_it() -> None:
     assert worker.snapshot.candidate.load == 100
 
 
-async def test_a_stale_report_never_hides_what_was_given() -> None:
+async def test_a_stale_report_never_hides_bookings() -> None:
     worker = await a_worker(WorkerRole.PREFILL)
     for _ in range(2):
         worker.book(50)
@@ -96,7 +96,7 @@ async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> Non
     assert not worker.snapshot.has_room(64)
 
 
-async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
+async def test_a_failed_request_frees_nothing_before_a_report() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=4)
     booked = worker.book(32)
     booked.reserved()
@@ -134,7 +134,7 @@ async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> Non
     )
 
 
-async def test_a_short_prompt_has_room_beside_any_number_of_long_ones() -> None:
+async def test_a_short_prompt_has_room_despite_long_ones() -> None:
     """Short prompts get one token in four, however many long ones there are: what is ahead are
     other short ones."""
     clock = ManualClock()
@@ -152,9 +152,7 @@ async def test_a_short_prompt_has_room_beside_any_number_of_long_ones() -> None:
     assert not worker.snapshot.has_room(5_000), "as long as the others"
 
 
-async def test_chunks_of_prompts_are_counted_by_reports_and_those_of_other_routers_are_not() -> (
-    None
-):
+async def test_reports_count_own_prompt_chunks_and_not_those_of_other_routers() -> None:
     clock = ManualClock()
     worker = await a_worker(WorkerRole.PREFILL, clock=clock, prompt_tokens=7_000)
     for _ in range(3):  # a hundred tokens per second

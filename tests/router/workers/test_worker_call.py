@@ -134,7 +134,7 @@ def ended(key: int, error: BatonError | None = None) -> pb.DecodeEvent:
     return pb.DecodeEvent(key=key, ended=types_pb2.RequestEnded.FromString(status))
 
 
-async def test_what_is_sent_together_is_one_message_and_each_request_gets_its_own() -> None:
+async def test_inputs_sent_together_are_one_message_and_events_go_by_key() -> None:
     async with scripted() as (worker, _, channel):
         call, receivers = Call(DECODE_CALL, channel), [Receiver() for _ in range(3)]
         keys = [
@@ -211,7 +211,7 @@ async def test_a_call_whose_reader_fails_ends_at_the_worker_too(
             await call.task
 
 
-async def test_what_comes_for_unknown_keys_or_behind_an_end_reaches_nobody() -> None:
+async def test_events_for_unknown_or_ended_keys_are_dropped() -> None:
     async with scripted() as (worker, _, channel):
         call, first, second = Call(DECODE_CALL, channel), Receiver(), Receiver()
         keys = [call.open(first, opening()), call.open(second, opening())]
@@ -225,9 +225,7 @@ async def test_what_comes_for_unknown_keys_or_behind_an_end_reaches_nobody() -> 
         call.task.cancel()
 
 
-async def test_a_request_that_is_left_is_cancelled_unless_it_ends_by_itself_or_was_never_sent() -> (
-    None
-):
+async def test_an_abandoned_request_is_cancelled_unless_ending_or_unsent() -> None:
     async with scripted() as (worker, _, channel):
         call = Call(DECODE_CALL, channel)
         keys = [call.open(Receiver(), opening()) for _ in range(2)]
@@ -245,7 +243,7 @@ async def test_a_request_that_is_left_is_cancelled_unless_it_ends_by_itself_or_w
         call.task.cancel()
 
 
-async def test_what_is_left_of_an_unsent_request_is_not_sent_before_its_cancellation() -> None:
+async def test_queued_inputs_of_an_abandoned_request_are_not_sent() -> None:
     async with scripted() as (worker, _, channel):
         call = Call(DECODE_CALL, channel)
         key = call.open(Receiver(), opening())
@@ -266,7 +264,7 @@ async def test_what_is_left_of_an_unsent_request_is_not_sent_before_its_cancella
         (CapacityError("256 calls are under way", resource="calls"), CapacityError),
     ],
 )
-async def test_what_a_worker_says_of_the_call_is_said_of_each_of_its_requests(
+async def test_an_error_of_the_call_reaches_each_of_its_requests(
     said: BatonError, kind: type[BatonError]
 ) -> None:
     async with scripted() as (worker, _, channel):
@@ -304,7 +302,7 @@ async def test_a_call_that_ends_otherwise_has_lost_its_requests(how: str) -> Non
         assert call.has_ended
 
 
-async def test_a_worker_that_offers_no_such_call_says_so() -> None:
+async def test_a_worker_without_the_call_is_reported() -> None:
     """One of before, where each request had calls of its own."""
     server = GrpcServer(
         ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry())
@@ -381,7 +379,7 @@ async def test_an_input_over_the_limit_ends_its_request_alone(
         call.task.cancel()
 
 
-def test_what_a_router_sends_is_within_what_a_worker_takes() -> None:
+def test_router_messages_are_within_the_workers_limits() -> None:
     taken = ServerOptions("").max_message_bytes
     assert taken > worker_call.MAX_INPUT_BYTES + 100, "one input and its frame"
     assert worker_call.MAX_BYTES < worker_call.MAX_INPUT_BYTES
@@ -416,7 +414,7 @@ async def test_a_call_is_made_by_the_first_request_and_again_after_its_end() -> 
         slot.current().task.cancel()
 
 
-async def test_requests_after_a_rotation_go_on_another_call_and_those_before_it_on_theirs() -> None:
+async def test_requests_after_a_rotation_use_a_new_call_and_earlier_ones_theirs() -> None:
     shown: list[object] = ["old"]
     async with scripted() as (worker, _, channel):
         slot: CallSlot[pb.DecodeInput, pb.DecodeEvent] = CallSlot(
@@ -457,7 +455,7 @@ async def test_a_retired_call_that_its_worker_keeps_is_cancelled(
         assert [item.WhichOneof("input") for item in worker.inputs] == ["open", "cancelled"]
 
 
-async def test_those_who_watch_a_worker_take_no_place_of_a_router(
+async def test_watchers_of_a_worker_take_no_place_of_a_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interceptor, "_MAX_BACKGROUND_CALLS", 2)

@@ -81,7 +81,7 @@ async def test_incompatible_workers_are_refused_with_both_texts() -> None:
         }
 
 
-async def test_a_router_before_workers_that_will_never_do_says_so_in_its_log(
+async def test_a_router_logs_that_its_workers_are_unusable(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said that it had found them, and no more, however long it waited."""
@@ -183,7 +183,7 @@ async def test_a_request_rides_out_a_restart() -> None:
         assert (await answer).token_ids == [1, 2]
 
 
-async def test_a_draining_worker_gets_nothing_and_says_why() -> None:
+async def test_a_draining_worker_gets_no_requests_and_reports_the_reason() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode, admission=NO_GRACE) as router:
         prefill.serving = False
@@ -195,7 +195,7 @@ async def test_a_draining_worker_gets_nothing_and_says_why() -> None:
         await router.ask(token_request([1]))
 
 
-async def test_a_router_that_was_held_up_loses_nobody(
+async def test_a_stalled_router_loses_no_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.workers.watch.MIN_SILENCE_S", 0.5)
@@ -292,7 +292,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
         await asyncio.gather(*held, return_exceptions=True)
 
 
-async def test_nobody_is_held_back_for_ever() -> None:
+async def test_no_request_is_queued_forever() -> None:
     async with a_busy_pool(AdmissionLimits(max_wait_s=1.0)) as router:
         for error in await asyncio.gather(*(router.failure(token_request([1])) for _ in range(2))):
             assert isinstance(error, CapacityError)
@@ -363,7 +363,7 @@ async def test_a_failed_warm_up_is_tried_again() -> None:
         await until_health(router, SERVING)
 
 
-async def test_model_info_and_status_tell_what_is_there() -> None:
+async def test_model_info_and_status_describe_the_cluster() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         model = await router.stub.GetModelInfo(generation_pb2.GetModelInfoRequest())
