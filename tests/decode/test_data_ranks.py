@@ -211,7 +211,7 @@ def reserve(ranks: DataRanks[DecodeScheduler], num_tokens: int) -> Reservation:
     )
 
 
-def test_a_request_lives_where_most_pages_are_free_and_a_full_data_rank_stops_no_other() -> None:
+def test_a_request_is_placed_on_the_data_rank_with_most_free_pages() -> None:
     ranks = schedulers(num_pages=7)  # six to use
     placed = [reserve(ranks, num_tokens) for num_tokens in (16, 4, 4, 8)]  # 4, 1, 1 and 2 pages
     assert [reservation.data_rank for reservation in placed] == [0, 1, 1, 1]

@@ -125,7 +125,7 @@ def starts(batch: ForwardBatch | None) -> Sequence[int]:
     return [row.draft_start for row in batch.spec_info.rows]
 
 
-def test_a_draft_that_begins_anew_writes_no_page_of_its_prompt() -> None:
+def test_a_restarted_draft_writes_no_page_of_its_prompt() -> None:
     pool = Pool(random.Random(0))
     pool.join()
     pool.step()
@@ -139,7 +139,7 @@ def test_a_draft_that_begins_anew_writes_no_page_of_its_prompt() -> None:
     assert pool.written
 
 
-def test_a_prompt_whose_cached_part_has_the_drafts_is_followed_from_its_start() -> None:
+def test_a_draft_follows_a_cached_prompt_with_draft_state_from_its_start() -> None:
     pool = Pool(random.Random(0))
     pool.scheduler.release(pool.join())
     pool.read()
@@ -147,7 +147,7 @@ def test_a_prompt_whose_cached_part_has_the_drafts_is_followed_from_its_start() 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_comes_no_kept_page_is_written(seed: int) -> None:
+def test_no_cached_page_is_ever_written(seed: int) -> None:
     rng = random.Random(seed)
     pool, keys = Pool(rng), list[int]()
     for _ in range(200):

@@ -129,7 +129,7 @@ def test_trees_are_the_formulas(
     assert_trees_are_the_formulas(made[0])
 
 
-def test_a_draft_that_lost_the_thread_begins_anew(
+def test_a_draft_that_lost_its_state_restarts(
     description: ModelDescription, reference: list[Answer]
 ) -> None:
     """Left out of the prompt, as after a handoff that brought no draft cache, and of some steps in

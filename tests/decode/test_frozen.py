@@ -188,7 +188,7 @@ def test_chains_are_those_of_transformers_and_change_nothing(
     assert made[0].inner.num_plans["draft_round"] <= made[0].num_chains
 
 
-async def test_a_cluster_drafts_so_behind_handoffs_and_cached_prompts(
+async def test_a_cluster_drafts_so_after_handoffs_and_cached_prompts(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, proposed = FrozenDrafter.propose, list[int]()

@@ -148,7 +148,7 @@ def test_s1_chains_of_several_layers_are_the_formulas(
     )
 
 
-def test_layers_are_counted_behind_the_targets_and_chains_are_as_long(tmp_path: Path) -> None:
+def test_draft_layers_follow_the_targets_and_chains_are_as_long(tmp_path: Path) -> None:
     folder = add_nextn(
         make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model", num_nextn_predict_layers=2
     )

@@ -60,7 +60,7 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(
     assert await queue.take() == [pb.DecodeEvent(key=2, position=7, tokens=chunk(6))]
 
 
-async def test_a_message_has_no_more_tokens_than_a_router_takes_however_they_join() -> None:
+async def test_a_message_never_exceeds_the_tokens_a_router_accepts() -> None:
     limits = MessageLimits(256, 16384)
     queue = SendQueue[pb.DecodeEvent](limits)
     for key in range(300):
@@ -109,9 +109,7 @@ async def test_a_step_of_several_requests_is_one_message() -> None:
         await pools.until(lambda: pools.is_free)
 
 
-async def test_a_request_that_finishes_ends_with_the_same_message_and_holds_nothing_any_more() -> (
-    None
-):
+async def test_a_finished_request_sends_its_end_at_once_and_holds_no_memory() -> None:
     async with arrivals() as pools:
         stream, destination = await pools.open(max_tokens=2)
         pools.deliver(destination)
@@ -154,7 +152,7 @@ async def test_a_request_without_a_source_is_acknowledged_before_its_first_token
         await pools.until(lambda: pools.is_free)
 
 
-async def test_requests_end_with_the_call_of_their_router_and_free_what_they_hold() -> None:
+async def test_requests_end_with_their_routers_call_and_free_their_memory() -> None:
     async with arrivals() as pools:
         await pools.open()
         await committed(pools)

@@ -212,7 +212,7 @@ class Rig(CacheRig[DecodeScheduler]):
         return asked
 
 
-def test_a_prompt_that_landed_stays() -> None:
+def test_a_received_prompt_is_cached() -> None:
     rig = Rig()
     first = rig.serve(range(19))
     assert first.reservation.held_tokens == 0
@@ -227,7 +227,7 @@ def test_a_prompt_that_landed_stays() -> None:
     rig.check()
 
 
-def test_what_was_drawn_is_kept_with_its_prompt() -> None:
+def test_generated_tokens_are_cached_with_their_prompt() -> None:
     """The last drawn token was never computed."""
     rig = Rig()
     first = rig.serve(range(6), max_tokens=11)
@@ -235,14 +235,14 @@ def test_what_was_drawn_is_kept_with_its_prompt() -> None:
     rig.check()
 
 
-def test_a_short_prompt_leaves_its_answer() -> None:
+def test_a_short_prompt_caches_its_output() -> None:
     rig = Rig()
     first = rig.serve([1, 2], max_tokens=8)
     assert rig.serve([*first.tokens, 7]).reservation.held_tokens == 8
     rig.check()
 
 
-def test_what_recurrent_layers_took_part_in_drawing_is_not_kept() -> None:
+def test_output_of_recurrent_layers_is_not_cached() -> None:
     """A state rounds differently drawn and read, so what follows from it does."""
     rig = Rig(grid=8)
     first = rig.serve(range(18), max_tokens=12)
@@ -251,7 +251,7 @@ def test_what_recurrent_layers_took_part_in_drawing_is_not_kept() -> None:
     rig.check()
 
 
-def test_salts_and_those_who_decline_are_kept_apart() -> None:
+def test_salts_and_requests_without_cache_are_separate() -> None:
     rig = Rig()
     rig.serve(range(9), salt="a")
     assert rig.serve(range(9), salt="b").reservation.held_tokens == 0
@@ -260,7 +260,7 @@ def test_salts_and_those_who_decline_are_kept_apart() -> None:
     rig.check()
 
 
-def test_what_landed_without_the_draft_is_not_taken_for_what_landed_with_it() -> None:
+def test_pages_received_without_draft_state_are_not_reused_with_a_draft() -> None:
     rig = Rig()
     for compatibility, with_draft in (("m+d", False), ("m", False), ("m+d", True), ("m+d", True)):
         asked = rig.reserve(range(9), compatibility=compatibility)
@@ -271,7 +271,7 @@ def test_what_landed_without_the_draft_is_not_taken_for_what_landed_with_it() ->
     rig.check()
 
 
-def test_a_prompt_that_never_landed_leaves_nothing() -> None:
+def test_a_prompt_that_was_never_received_leaves_nothing() -> None:
     rig = Rig()
     for lands in (False, True):
         asked = rig.reserve(range(9))
@@ -281,7 +281,7 @@ def test_a_prompt_that_never_landed_leaves_nothing() -> None:
     assert rig.reserve(range(9)).reservation.held_tokens == 0
 
 
-def test_one_that_is_set_back_reads_again_only_what_others_took() -> None:
+def test_a_preempted_request_recomputes_only_evicted_pages() -> None:
     rig = Rig(num_pages=9)
     first, second = rig.reserve(range(5), max_tokens=14), rig.reserve(range(50, 55), max_tokens=14)
     rig.join(first)
@@ -293,7 +293,7 @@ def test_one_that_is_set_back_reads_again_only_what_others_took() -> None:
     rig.check()
 
 
-def test_pages_are_given_up_before_anybody_is_set_back() -> None:
+def test_cached_pages_are_evicted_before_any_preemption() -> None:
     rig = Rig(num_pages=12)
     rig.serve(range(20))
     held = rig.reserve(range(20), max_tokens=3)
@@ -311,7 +311,7 @@ def test_pages_are_given_up_before_anybody_is_set_back() -> None:
     rig.check()
 
 
-def test_who_holds_shared_pages_can_take_its_own_instead() -> None:
+def test_shared_pages_can_be_replaced_by_own_ones() -> None:
     """Its next source sends everything, and others go on reading."""
     rig = Rig()
     rig.serve(range(19))
@@ -340,7 +340,7 @@ def test_a_lost_stage_takes_everything_with_it() -> None:
     assert rig.reserve(range(20)).reservation.held_tokens == 0
 
 
-def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
+def test_tree_entries_not_yet_moved_into_place_are_not_cached() -> None:
     """The stages move accepted entries into place with the next step, and the last one has none."""
     scheduler = DecodeScheduler(
         pages=PageAllocator(40),

@@ -140,7 +140,7 @@ def test_a_first_token_that_ends_the_request_never_runs() -> None:
 
 
 @pytest.mark.parametrize("num_replayed", [0, 1, 5, 8])
-def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replayed: int) -> None:
+def test_tokens_of_another_pool_are_recomputed_and_not_sent_again(num_replayed: int) -> None:
     """A request moves here after its first token and `num_replayed` more; the eighth of nine ends
     it elsewhere, too. Where chunks lie on a grid, the answer is computed as it was drawn."""
     scheduler, wanted = make(grid=4), request(prompt=5, max_tokens=9)
@@ -163,7 +163,7 @@ def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replaye
 @pytest.mark.parametrize(
     ("num_replayed", "chunks"), [(0, []), (1, [1]), (5, [5]), (8, []), (20, [8, 8, 4])]
 )
-def test_an_answer_that_another_pool_drew_is_read_where_no_grid_forbids_it(
+def test_output_of_another_pool_is_prefilled_if_the_grid_allows(
     num_replayed: int, chunks: list[int]
 ) -> None:
     scheduler, client = make(), Client()
@@ -249,7 +249,7 @@ def test_out_of_pages_sets_the_youngest_back_and_replays_it_exactly() -> None:
     scheduler.on_idle()
 
 
-def test_priority_decides_who_is_set_back() -> None:
+def test_priority_decides_which_request_is_preempted() -> None:
     scheduler = make(num_pages=7)
     _, urgent = joined(scheduler, request(max_tokens=9, priority=5))
     _, relaxed = joined(scheduler, request(max_tokens=9, priority=-5))
@@ -283,7 +283,7 @@ def test_release_in_flight_frees_only_when_the_batch_is_back() -> None:
     scheduler.release(key)
 
 
-def test_a_failed_step_fails_its_rows_and_leaves_the_memory_to_their_owners() -> None:
+def test_a_failed_step_fails_its_rows_and_keeps_their_memory() -> None:
     scheduler = make()
     key, client = joined(scheduler, request())
     batch = scheduler.next_batch()
@@ -313,7 +313,7 @@ def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests_alike() -> 
     scheduler.on_idle()
 
 
-def test_no_step_is_for_what_is_past_its_deadline() -> None:
+def test_no_step_includes_an_expired_request() -> None:
     scheduler = make()
     assert isinstance(scheduler.clock, ManualClock)
     late, late_client = joined(scheduler, request(), timeout_s=5.0)
@@ -337,7 +337,7 @@ def test_no_step_is_for_what_is_past_its_deadline() -> None:
     scheduler.on_idle()
 
 
-def test_no_replay_is_for_what_is_past_its_deadline() -> None:
+def test_no_replay_includes_an_expired_request() -> None:
     """It would be the prompt and all that was drawn."""
     scheduler = make(num_pages=7)
     assert isinstance(scheduler.clock, ManualClock)
@@ -396,7 +396,7 @@ def test_s4_6_more_may_be_held_than_run_and_all_take_their_turns() -> None:
     assert all(isinstance(client.last, Finished) for client in clients)
 
 
-def test_who_has_no_room_for_the_states_of_a_tree_takes_plain_steps_until_another_leaves() -> None:
+def test_a_request_without_tree_states_takes_plain_steps_until_some_free() -> None:
     """Two requests that came from another pool with five tokens, and room for the states of one."""
     scheduler = DecodeScheduler(
         pages=PageAllocator(20),
@@ -440,7 +440,7 @@ def test_who_has_no_room_for_the_states_of_a_tree_takes_plain_steps_until_anothe
     assert scheduler.scratch.num_free == 1
 
 
-def test_a_record_of_states_that_nobody_gave_back_is_found_when_idle() -> None:
+def test_a_leaked_record_of_states_is_found_when_idle() -> None:
     scheduler = make()
     scheduler.scratch = SlotAllocator(2, name="states of trees")
     scheduler.scratch.alloc(owner="request 7")

@@ -90,7 +90,7 @@ def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(
+async def test_s4_10_a_slot_is_read_only_after_every_stage_is_complete(
     pools: Arrivals, late: int
 ) -> None:
     stream, destination = await pools.open()
@@ -226,7 +226,7 @@ async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(
     await assert_gone(pools, destination.session_id)
 
 
-async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and_ends_like_any_other(
+async def test_s4_7_a_preempted_request_frees_its_slot_and_finishes(
     pools: Arrivals,
 ) -> None:
     stream, destination = await pools.open(max_tokens=16)
@@ -369,7 +369,7 @@ async def to_failed(pools: Arrivals) -> tuple[DecodeStream, str]:
     return stream, destination.session_id
 
 
-async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason(
+async def test_a_failed_handoff_of_a_live_source_ends_with_the_reason(
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its router knows of no failure and would wait for the commit until the deadline; so it learns
@@ -381,7 +381,7 @@ async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason
     await assert_gone(pools, session_id)
 
 
-async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_lost(
+async def test_a_failed_handoff_waits_for_another_source_if_its_own_is_lost(
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one may queue for long on another worker."""
@@ -404,7 +404,7 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
     await assert_gone(pools, destination.session_id)
 
 
-async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
+async def test_a_pool_that_cannot_open_reports_an_error(
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = pools.dest.stages[1]
@@ -435,7 +435,7 @@ class Later:
         return SystemClock().now() + 3600.0
 
 
-async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None:
+async def test_an_expired_request_takes_no_step(pools: Arrivals) -> None:
     """The engine sees it, whatever else is late."""
     stream, destination = await pools.open(remaining_s=600.0)
     pools.deliver(destination)
@@ -449,7 +449,7 @@ async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None
     await assert_gone(pools, destination.session_id)
 
 
-async def test_stages_that_do_not_post_in_time_are_no_deadline_and_another_pool_may_do_better(
+async def test_a_stage_that_posts_too_late_is_retryable_and_not_a_deadline(
     pools: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SessionTimeouts, "within", lambda _: SessionTimeouts(open_s=0.01))

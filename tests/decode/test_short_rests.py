@@ -7,7 +7,7 @@ from runtime.errors import CapacityError
 from tests.decode.test_prefix_cache import Rig
 
 
-def test_a_short_rest_is_computed_where_the_prompt_is() -> None:
+def test_a_short_rest_is_computed_on_the_decode_worker() -> None:
     rig = Rig(local_rest_tokens=7)
     first = rig.serve(range(18), max_tokens=6)
     with pytest.raises(

@@ -109,7 +109,7 @@ def test_a_draft_that_is_sometimes_right(target: str, shape: str, size: int) -> 
 
 
 @pytest.mark.parametrize(("target", "size"), [("gemma-3", 2), ("gemma-4 bfloat16", 3)])
-def test_what_is_rejected_leaves_windows_as_they_were(target: str, size: int) -> None:
+def test_rejected_tokens_leave_windows_unchanged(target: str, size: int) -> None:
     drafter = drafter_for(target, SHAPES["chain 5"], error_rate=0.5)
     assert_changes_nothing(target, size, drafter)
     assert sum(drafter.accepted) > 0

@@ -87,7 +87,7 @@ def test_the_next_step_is_there_before_the_result_of_the_one_in_flight() -> None
     assert client.tokens == [106, 107, 108, 109]
 
 
-def test_the_last_token_by_length_has_no_step_behind_it() -> None:
+def test_no_step_follows_the_last_token_by_length() -> None:
     scheduler = make()
     _, short = joined(scheduler, request(prompt=5, max_tokens=2))
     _, long = joined(scheduler, request(prompt=5, max_tokens=3))
@@ -109,7 +109,7 @@ def test_the_context_limit_is_a_length_too() -> None:
     end(scheduler, second)
 
 
-def test_a_stop_token_drops_the_row_ahead_and_keeps_its_pages_until_that_has_ended() -> None:
+def test_a_stop_token_drops_the_row_ahead_and_keeps_pages_until_it_ends() -> None:
     scheduler = make()
     key, client = joined(scheduler, request(stop=frozenset({106})))
     _, other = joined(scheduler, request())
@@ -131,7 +131,7 @@ def test_a_stop_token_drops_the_row_ahead_and_keeps_its_pages_until_that_has_end
     assert other.tokens == [106 + i for i in range(7)]
 
 
-def test_what_the_step_ahead_writes_is_not_kept_for_others() -> None:
+def test_pages_written_by_the_step_ahead_are_not_cached() -> None:
     """Of 16 tokens the last was drawn, and its entry, the page's last, is the step ahead's."""
     scheduler, client = make(), Client()
     prompt = tuple(range(14))
@@ -159,7 +159,7 @@ DEPENDENT = {
 
 
 @pytest.mark.parametrize("what", DEPENDENT)
-def test_what_depends_on_the_token_waits_for_it(what: str) -> None:
+def test_rows_that_depend_on_the_token_wait_for_it(what: str) -> None:
     """So do all that would be in one batch with it."""
     scheduler = make()
     joined(scheduler, request())
@@ -205,7 +205,7 @@ def test_a_prompt_of_one_token_is_to_be_read_too() -> None:
     assert launched(scheduler).mode is ForwardMode.PREFILL
 
 
-def test_who_joins_meanwhile_is_in_the_step_ahead() -> None:
+def test_a_request_that_joins_meanwhile_is_in_the_step_ahead() -> None:
     scheduler = make()
     joined(scheduler, request())
     first = launched(scheduler)
@@ -238,7 +238,7 @@ def test_short_pages_are_decided_with_nothing_in_flight() -> None:
         assert client.last.num_preemptions == num_preemptions
 
 
-def test_a_preempted_request_comes_back_before_another_step_is_prepared() -> None:
+def test_a_preempted_request_is_requeued_before_the_next_step() -> None:
     scheduler = make(num_pages=7)
     for _ in range(2):
         joined(scheduler, request(prompt=5, max_tokens=9))
@@ -281,7 +281,7 @@ def test_a_failed_step_fails_its_rows_once_and_not_those_that_joined() -> None:
     end(scheduler)
 
 
-def test_a_token_that_was_not_drawn_fails_its_request_alone() -> None:
+def test_a_missing_token_fails_its_request_alone() -> None:
     scheduler = make()
     key, failing = joined(scheduler, request())
     _, other = joined(scheduler, request())
@@ -295,7 +295,7 @@ def test_a_token_that_was_not_drawn_fails_its_request_alone() -> None:
     assert isinstance(other.last, Finished)
 
 
-def test_what_is_late_takes_no_step_ahead() -> None:
+def test_an_expired_request_takes_no_step_ahead() -> None:
     scheduler = make()
     assert isinstance(scheduler.clock, ManualClock)
     late, client = joined(scheduler, request(), timeout_s=5.0)
@@ -314,7 +314,7 @@ def test_what_is_late_takes_no_step_ahead() -> None:
     end(scheduler, second, third)
 
 
-def test_a_lost_stage_ends_what_both_steps_had() -> None:
+def test_a_lost_stage_ends_requests_of_both_steps() -> None:
     scheduler = make()
     key, client = joined(scheduler, request())
     ended, _ = joined(scheduler, request())

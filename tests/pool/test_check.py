@@ -42,7 +42,7 @@ def lines_of(model: Path, **fields: object) -> list[list[str]]:
     ]
 
 
-def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_and_their_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_arguments: object) -> int:
         raise AssertionError("a weight was read")
 
@@ -122,7 +122,7 @@ def test_eight_bits_a_weight(tmp_path: Path) -> None:
         )
 
 
-def test_where_answers_end_and_how_they_are_drawn(llama: Path) -> None:
+def test_end_tokens_and_sampling_defaults_are_shown(llama: Path) -> None:
     """And what an operator has to know of the files."""
     assert said_of(llama, memory_mb=64)[-2:] == [
         "end tokens: 2 (generation_config.json)",
@@ -147,7 +147,7 @@ def test_where_answers_end_and_how_they_are_drawn(llama: Path) -> None:
         said_of(llama, memory_mb=64)
 
 
-def test_what_would_be_refused_is_what_a_worker_says(llama: Path, tmp_path: Path) -> None:
+def test_refusals_equal_those_of_a_worker(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--memory-mb \d+ would do"):
         lines_of(
             make_checkpoint(tmp_path, "qwen3_5"), memory_mb=1, max_context=512, max_running=4096

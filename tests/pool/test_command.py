@@ -20,7 +20,7 @@ def checked(*arguments: str) -> Result:
     return CliRunner().invoke(DECODE, [*arguments, "--check-settings"])
 
 
-def test_the_model_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_the_model_may_be_set_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('[decode]\nmodel = "here"\n')
     given: list[WorkerConfig] = []
@@ -133,7 +133,7 @@ def test_a_leader_without_a_port_is_refused() -> None:
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_what_cannot_even_be_imported_for_want_of_memory_is_one_line(error: Exception) -> None:
+def test_a_failed_import_for_lack_of_memory_is_one_line(error: Exception) -> None:
     def start(flags: dict[str, object], path: Path | None) -> int:
         raise error
 

@@ -28,7 +28,7 @@ from transfer.plan.handoff_terms import StageSessionState
 HOST = torch.device("cpu")
 
 
-def test_a_batch_s_layer_is_marked_once_and_released_behind_its_mark() -> None:
+def test_a_batch_s_layer_is_marked_once_and_released_after_its_mark() -> None:
     network = MemoryNetwork()
     source = DeviceStage("prefill", network.transport(SystemClock()), hybrid_specs(4))
     dest = DeviceStage("decode", network.transport(SystemClock()), hybrid_specs(4))

@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 LIMIT_BYTES = 2 << 30  # a process that loads nothing takes half of it
 
 
-def test_an_allocation_that_fails_while_a_stage_loads_is_named_with_the_sum() -> None:
+def test_a_failed_allocation_while_loading_names_the_total_memory() -> None:
     config = WorkerConfig(model=DEMO, num_pages=100)
     with (
         pytest.raises(
@@ -29,13 +29,13 @@ def test_an_allocation_that_fails_while_a_stage_loads_is_named_with_the_sum() ->
         torch.zeros(1 << 62, dtype=torch.uint8)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     config = WorkerConfig(model=DEMO, num_pages=100)
     with pytest.raises(RuntimeError, match="shape"), naming_memory(config, plan_stage(config)):
         torch.zeros(3).view(2)
 
 
-def test_a_worker_whose_cache_finds_no_memory_ends_with_one_line() -> None:
+def test_a_worker_without_memory_for_its_cache_ends_with_one_line() -> None:
     """2,258 MiB of cache, in a process that may have 2,048."""
     command = [
         sys.executable,

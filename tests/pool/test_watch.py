@@ -110,7 +110,7 @@ async def test_an_engine_that_waits_is_not_busy() -> None:
         loop.stop()
 
 
-def test_who_waits_grows_older_between_two_publications() -> None:
+def test_waiting_times_grow_between_two_publications() -> None:
     clock = ManualClock()
     scheduler = make_scheduler()
     scheduler.clock = clock

@@ -83,7 +83,7 @@ async def test_an_interval_out_of_range_is_refused() -> None:
         )
 
 
-async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> None:
+async def test_prefix_cache_changes_are_sent_before_the_load() -> None:
     journal = PointJournal()
     points = {b"a" * 16}
     journal.follow(points)

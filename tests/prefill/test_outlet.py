@@ -43,7 +43,7 @@ async def taken(queue: SendQueue[pb.PrefillEvent]) -> list[int | str | None]:
     ]
 
 
-async def test_scores_go_as_far_as_they_are_read_and_what_follows_waits_behind_them() -> None:
+async def test_unread_scores_are_bounded_and_later_events_wait_for_them() -> None:
     event_sender, queue = event_sender_of()
     event_sender.started(pb.PrefillStarted())
     count = MAX_UNREAD_SCORES + 3
@@ -84,7 +84,7 @@ async def test_waits_for_the_client_are_added_up(monkeypatch: pytest.MonkeyPatch
     assert event_sender.stalled_s == 13
 
 
-async def test_a_prompt_ends_whose_scores_wait_for_too_long_however_often_one_is_read(
+async def test_a_prompt_with_scores_unread_for_too_long_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prefill.service.UNREAD_TIMEOUT_S", 1.0)

@@ -170,7 +170,7 @@ def test_the_first_repeat_of_a_prompt_computes_its_last_page_only() -> None:
     rig.check()
 
 
-def test_short_prompts_that_begin_alike_compute_it_once_beside_a_long_one() -> None:
+def test_short_prompts_with_a_shared_prefix_compute_it_once() -> None:
     """Both would fit into one batch: the share for short ones has grown to a chunk."""
     rig = Rig()
     long = rig.submit(*range(100, 200))
@@ -189,7 +189,7 @@ def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     assert rig.compute(*range(length)).started.num_cached == cached
 
 
-def test_prompts_share_what_they_have_in_common_and_nothing_behind_it() -> None:
+def test_prompts_share_their_common_prefix_only() -> None:
     rig = Rig()
     rig.compute(*range(20))
     other = rig.compute(*range(10), *range(100, 110))
@@ -211,7 +211,7 @@ def test_counts_are_of_tokens() -> None:
     ]
 
 
-def test_who_takes_no_part_neither_finds_nor_leaves_anything() -> None:
+def test_a_request_without_cache_neither_finds_nor_leaves_pages() -> None:
     rig = Rig()
     rig.compute(*range(9), caches=False)
     assert rig.compute(*range(9)).started.num_cached == 0
@@ -226,7 +226,7 @@ def test_salts_keep_prompts_apart() -> None:
     assert rig.compute(*range(9), salt="a").started.num_cached == 8
 
 
-def test_a_prompt_to_be_scored_is_computed_whole_and_leaves_what_it_computed() -> None:
+def test_a_scored_prompt_is_computed_whole_and_cached() -> None:
     rig = Rig()
     rig.compute(*range(9))
     assert rig.compute(*range(9), num_prompt_logprobs=0).started.num_cached == 0
@@ -234,7 +234,7 @@ def test_a_prompt_to_be_scored_is_computed_whole_and_leaves_what_it_computed() -
     assert rig.compute(*range(50, 59)).started.num_cached == 8
 
 
-def test_prompts_that_begin_alike_at_the_same_moment_compute_it_once() -> None:
+def test_concurrent_prompts_compute_a_shared_prefix_once() -> None:
     rig = Rig(max_running=8)
     prompts = [rig.submit(*range(24), 100 + i) for i in range(5)]
     rig.run(*prompts)
@@ -268,7 +268,7 @@ def test_a_more_urgent_prompt_does_not_wait_for_one_that_is_less() -> None:
 
 
 @pytest.mark.parametrize("ends", ["aborted", "failed"])
-def test_who_waits_for_a_prompt_that_ends_computes_the_rest_itself(ends: str) -> None:
+def test_a_prompt_computes_the_rest_if_the_one_it_waits_for_ends(ends: str) -> None:
     rig = Rig()
     first, second = rig.submit(*range(24), 1), rig.submit(*range(24), 2)
     for error in (None, StepFailed("no") if ends == "failed" else None):
@@ -282,7 +282,7 @@ def test_who_waits_for_a_prompt_that_ends_computes_the_rest_itself(ends: str) ->
     rig.check()
 
 
-def test_a_batch_behind_a_failed_one_leaves_nothing() -> None:
+def test_a_batch_after_a_failed_one_leaves_nothing() -> None:
     """With several batches in flight the next chunk was computed from what the failed one did not
     write."""
     rig = Rig()
@@ -297,7 +297,7 @@ def test_a_batch_behind_a_failed_one_leaves_nothing() -> None:
     rig.check()
 
 
-def test_an_aborted_prompt_leaves_what_it_had_computed() -> None:
+def test_an_aborted_prompt_leaves_its_computed_pages() -> None:
     rig = Rig()
     prompt = rig.submit(*range(24))
     batch = rig.launch()
@@ -308,7 +308,7 @@ def test_an_aborted_prompt_leaves_what_it_had_computed() -> None:
     assert rig.compute(*range(24)).started.num_cached == 8
 
 
-def test_cached_pages_go_before_anybody_waits_and_held_ones_do_not() -> None:
+def test_cached_pages_are_evicted_before_a_prompt_waits_unless_held() -> None:
     rig = Rig(num_pages=11)
     rig.compute(*range(20))
     held = rig.submit(*range(20), 7)  # shares five pages, computes one
@@ -359,7 +359,7 @@ def test_a_flush_leaves_those_that_run_their_pages() -> None:
     rig.check()
 
 
-def test_a_state_is_kept_at_the_end_of_a_prompt_and_where_prompts_part() -> None:
+def test_a_state_is_kept_at_the_end_of_a_prompt_and_at_branches() -> None:
     rig = Rig(num_slots=12)
     rig.compute(*range(30))
     assert rig.compute(*range(30)).started.num_cached == 24
@@ -374,7 +374,7 @@ def test_a_state_is_kept_at_the_end_of_a_prompt_and_where_prompts_part() -> None
 @pytest.mark.parametrize(
     ("page", "cached"), [(2, 48), (4, 48), (6, 48), (12, 48), (16, 48), (5, 40), (7, 0)]
 )
-def test_a_prompt_goes_on_where_pages_and_states_meet(page: int, cached: int) -> None:
+def test_a_prompt_resumes_from_the_last_page_with_a_state(page: int, cached: int) -> None:
     """At a multiple of the page's tokens and of the eight between states. The last of 50 tokens is
     always computed."""
     rig = Rig(num_slots=12, page=page)
@@ -383,7 +383,7 @@ def test_a_prompt_goes_on_where_pages_and_states_meet(page: int, cached: int) ->
     rig.check()
 
 
-def test_prompts_of_a_model_with_states_wait_for_one_that_will_leave_theirs() -> None:
+def test_stateful_prompts_wait_for_one_that_will_cache_their_state() -> None:
     rig = Rig(num_slots=12)
     prompts = [rig.submit(*range(30)) for _ in range(3)]
     rig.run(*prompts)
@@ -416,7 +416,7 @@ def test_a_slot_for_a_request_is_taken_from_the_states() -> None:
     assert rig.scheduler.load().slots_free == 4
 
 
-def test_a_slot_is_never_taken_from_the_state_that_its_request_goes_on_from() -> None:
+def test_the_state_a_request_continues_from_is_never_evicted_for_its_slot() -> None:
     """Its pages would go with it."""
     rig = Rig(num_slots=5, max_running=3)
     rig.compute(*range(20))

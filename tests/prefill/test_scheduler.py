@@ -95,7 +95,7 @@ def drain(scheduler: PrefillScheduler) -> list[list[tuple[int, int, int]]]:
     return seen
 
 
-def test_chunks_end_on_the_grid_and_only_the_last_one_draws() -> None:
+def test_chunks_end_on_the_grid_and_only_the_last_one_samples() -> None:
     scheduler = make()
     key, client = submit(scheduler, 19)
     assert drain(scheduler) == [[(key, 0, 8)], [(key, 8, 16)], [(key, 16, 19)]]
@@ -129,7 +129,7 @@ def test_a_batch_is_packed_over_requests_on_the_grid() -> None:
     assert drain(scheduler) == [[(a, 0, 8)], [(a, 8, 10), (b, 0, 4)], [(b, 4, 9)]]
 
 
-def test_only_what_runs_has_started() -> None:
+def test_only_running_prompts_have_started() -> None:
     """Decode reserves for whatever has started: a prompt that no token of the batch is left for
     stays in the queue."""
     scheduler = make(max_running=8, max_queued=8)
@@ -178,7 +178,7 @@ def step(scheduler: PrefillScheduler) -> dict[int, int]:
     return dict(zip(batch.request_keys, batch.query_lens, strict=True))
 
 
-def test_an_urgent_prompt_runs_in_the_next_batch_whatever_has_begun() -> None:
+def test_an_urgent_prompt_runs_in_the_next_batch() -> None:
     """It used to wait for 192 batches, until the long one was done."""
     scheduler, long = long_beside()
     urgent, client = submit(scheduler, 32, priority=-100)
@@ -193,7 +193,7 @@ def test_an_urgent_long_prompt_takes_the_chunks_of_one_that_has_begun() -> None:
     assert step(scheduler) == {long: 512}
 
 
-def test_short_prompts_have_a_share_beside_a_long_one_of_their_priority_and_no_more() -> None:
+def test_short_prompts_get_a_share_of_steps_with_a_long_one_and_no_more() -> None:
     scheduler, long = long_beside()
     clients = [submit(scheduler, 60)[1] for _ in range(8)]
     less_urgent, waiting = submit(scheduler, 10, priority=1)
@@ -280,7 +280,7 @@ def test_a_step_looks_at_each_waiting_prompt_a_few_times() -> None:
     assert entries.num_looks < 5 * count
 
 
-def test_a_short_prompt_takes_no_memory_from_the_one_whose_turn_it_is() -> None:
+def test_a_short_prompt_takes_no_memory_from_the_next_in_order() -> None:
     scheduler = make(num_pages=61, chunk_tokens=8, grid=4, max_running=4)
     long, _ = submit(scheduler, 160)  # 40 of 60 pages
     step(scheduler)
@@ -358,7 +358,7 @@ def test_a_prompt_waits_for_pages_without_being_passed() -> None:
     assert drain(scheduler) == [[(b, 0, 8)], [(c, 0, 1)]]
 
 
-def test_a_failed_step_and_a_lost_pipeline_tell_every_owner() -> None:
+def test_a_failed_step_and_a_lost_pipeline_notify_every_owner() -> None:
     scheduler = make()
     a, a_client = submit(scheduler, 4)
     batch = scheduler.next_batch()
@@ -402,7 +402,7 @@ def submit_named(
 
 
 @pytest.mark.parametrize("is_released", [True, False], ids=["released", "waited for"])
-def test_what_follows_a_failed_chunk_is_neither_kept_nor_sent(*, is_released: bool) -> None:
+def test_chunks_after_a_failed_one_are_neither_cached_nor_sent(*, is_released: bool) -> None:
     """Two stages have a chunk each; the first fails, and the second computes from what it left."""
     scheduler = cached()
     key, client = submit_named(scheduler, 16)
@@ -422,7 +422,7 @@ def test_what_follows_a_failed_chunk_is_neither_kept_nor_sent(*, is_released: bo
     assert started.num_cached == 0
 
 
-def test_who_failed_in_the_queue_holds_no_slot() -> None:
+def test_a_request_that_failed_in_the_queue_holds_no_slot() -> None:
     """The last free one is for a prompt that may start, not for a snapshot."""
     scheduler = cached(num_slots=2, max_running=1, has_states=True)
     clock = scheduler.clock
@@ -474,7 +474,7 @@ def failure(client: Client) -> BaseException | None:
     return next((event.error for event in client.events if isinstance(event, Failed)), None)
 
 
-def test_what_is_past_its_deadline_is_never_computed() -> None:
+def test_an_expired_prompt_is_never_computed() -> None:
     scheduler = make(num_slots=3)
     assert isinstance(scheduler.clock, ManualClock)
     late, late_client = submit(scheduler, 4, timeout_s=1.0)
@@ -502,7 +502,7 @@ def at_a_hundred_tokens_per_s() -> PrefillScheduler:
     return scheduler
 
 
-def test_what_cannot_be_computed_in_time_is_not_begun() -> None:
+def test_a_prompt_that_cannot_finish_in_time_is_not_started() -> None:
     scheduler = at_a_hundred_tokens_per_s()
     hopeless, client = submit(scheduler, 800, timeout_s=7.9)
     possible, _ = submit(scheduler, 800, timeout_s=8.1)
@@ -514,7 +514,7 @@ def test_what_cannot_be_computed_in_time_is_not_begun() -> None:
     assert (hopeless, client.kinds()) == (possible - 1, ["Failed"])
 
 
-def test_what_becomes_hopeless_half_way_is_computed_no_further() -> None:
+def test_a_prompt_that_cannot_finish_in_time_is_abandoned() -> None:
     scheduler = at_a_hundred_tokens_per_s()
     assert isinstance(scheduler.clock, ManualClock)
     key, client = submit(scheduler, 800, timeout_s=9.0)
@@ -531,7 +531,7 @@ def test_what_becomes_hopeless_half_way_is_computed_no_further() -> None:
     scheduler.on_idle()
 
 
-def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> None:
+def test_a_census_separates_running_prompts_from_those_in_handoff() -> None:
     scheduler = make(max_running=2)
     done, _ = submit(scheduler, 3)
     submit(scheduler, 20)

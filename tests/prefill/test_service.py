@@ -150,7 +150,7 @@ class Later:
         return SystemClock().now() + 3600.0
 
 
-async def test_a_prompt_whose_time_is_up_before_its_turn_is_never_computed() -> None:
+async def test_a_prompt_that_expires_in_the_queue_is_never_computed() -> None:
     """The engine sees it, whatever else is late."""
     async with sending_pool() as pools:
         stream = prefill_call(pools.service.Serve).open(opening(time_left_s=600.0))
@@ -177,7 +177,7 @@ def lost_and_replaced(pools: SendingPool) -> None:
 
 
 @pytest.mark.parametrize("change", [lost, lost_and_replaced])
-async def test_destination_terms_that_meet_a_broken_pool_ends_the_request_and_leaves_nothing(
+async def test_destination_terms_for_a_broken_pool_end_the_request(
     change: Callable[[SendingPool], None],
 ) -> None:
     async with sending_pool() as pools:
@@ -229,7 +229,7 @@ async def to_first_token(pools: SendingPool) -> tuple[PrefillStream, transfer_pb
     return stream, codec.destination_to_proto(destination)
 
 
-async def test_destination_terms_that_do_not_come_are_named_and_another_worker_may_do_better(
+async def test_missing_destination_terms_are_a_retryable_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_service, "DESTINATION_TIMEOUT_S", 0.01)
@@ -247,7 +247,7 @@ async def test_destination_terms_that_do_not_come_are_named_and_another_worker_m
         ((OPEN, COMPLETE), "finish_s", "the router to confirm the handoff"),
     ],
 )
-async def test_each_state_of_a_handoff_that_lasts_too_long_is_named_and_another_worker_may_do_better(
+async def test_a_handoff_state_that_lasts_too_long_is_a_retryable_error(
     monkeypatch: pytest.MonkeyPatch,
     reported: Sequence[StageSessionState],
     limit: str,

@@ -222,9 +222,7 @@ async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more(
             source.shutdown()
 
 
-async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_next_leader_s_keys_begin() -> (
-    None
-):
+async def test_layers_of_a_lost_leaders_step_are_dropped_before_the_next_leader() -> None:
     async with joined() as rig:
         running, gate = threading.Event(), threading.Event()
 
@@ -245,7 +243,7 @@ async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_
         assert rig.leader.stats[1].num_prompts == 0
 
 
-async def test_a_stage_that_cannot_let_go_of_its_memory_ends(
+async def test_a_stage_that_cannot_release_its_memory_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(follower_module, "SETTLE_S", 0.1)
@@ -264,7 +262,7 @@ async def test_a_stage_that_cannot_let_go_of_its_memory_ends(
         gate.set()
 
 
-def test_what_was_kept_of_requests_ends_with_their_leader() -> None:
+def test_state_of_requests_ends_with_their_leader() -> None:
     """Another one counts its requests from 1 again, too."""
     sampler, stage = (
         GuidedSampler(None),
@@ -299,7 +297,7 @@ async def test_a_stage_reports_ready_when_its_channel_is_connected() -> None:
         await rig.leader.until("ready 2")
 
 
-async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:
+async def test_an_engine_error_makes_the_pool_form_again() -> None:
     async with joined() as rig:
 
         def fail() -> None:
@@ -320,7 +318,7 @@ async def formed_again(rig: Rig, count: int) -> None:
         await rig.until(lambda before=formings: rig.channel.num_formings == before + 1)  # type: ignore[misc]
 
 
-async def test_joining_again_leaves_no_task_behind() -> None:
+async def test_joining_again_leaks_no_task() -> None:
     async with joined() as rig:
         await formed_again(rig, 1)
         before = len(asyncio.all_tasks())
@@ -331,7 +329,7 @@ async def test_joining_again_leaves_no_task_behind() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("no such session"), asyncio.QueueFull(), PeerLostError("gone")]
 )
-async def test_whatever_ends_the_stream_the_stage_joins_again(
+async def test_the_stage_joins_again_after_any_end_of_the_stream(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined() as rig:
@@ -357,7 +355,7 @@ async def test_a_leader_that_leaves_reports_unread_is_left(monkeypatch: pytest.M
         await rig.leader.until("formed 2")
 
 
-async def test_a_leader_that_comes_back_is_joined_without_a_pause() -> None:
+async def test_a_restarted_leader_is_joined_without_a_pause() -> None:
     """However long it was gone. A try that the machine holds up does not count."""
     waits_s = []
     for _ in range(6):
@@ -398,7 +396,7 @@ async def test_a_leader_that_cannot_be_reached_is_reported_with_the_reason(
         await rig.until(lambda: rig.channel.num_formings == 2)
 
 
-async def test_a_stage_tells_the_next_leader_which_epochs_are_over() -> None:
+async def test_a_stage_reports_finished_epochs_to_the_next_leader() -> None:
     async with joined() as rig:
         rig.service._epoch = 0  # as of a leader that has just started
         rig.leader.links[0].dismiss()

@@ -40,7 +40,7 @@ async def asked(link: StageLink) -> pb.CheckGrammar:
     return response.check_grammar
 
 
-async def test_the_last_stage_is_asked_and_its_answer_is_passed_on() -> None:
+async def test_the_last_stage_checks_and_its_result_is_returned() -> None:
     group, links = formed()
     checks = [asyncio.create_task(group.check(WORD)) for _ in range(3)]
     ids = [await asked(links[-1]) for _ in checks]

@@ -244,7 +244,7 @@ async def test_a_leader_sends_nothing_before_its_stage_is_ready() -> None:
                 await asyncio.sleep(0.005)
 
 
-async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
+async def test_a_pipeline_broken_in_the_engine_only_forms_again() -> None:
     async with leading(2) as rig, joining(rig.leader) as stub:
         for _ in range(2):
             stage = FakeStage(stub)
@@ -292,7 +292,7 @@ async def test_a_pool_that_forms_while_a_stage_is_leaving_does_not_serve() -> No
         await rig.until_serving()
 
 
-async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_reason() -> None:
+async def test_a_one_stage_worker_ends_with_the_reason_its_engine_stopped() -> None:
     async with leading(1) as rig:
         await rig.until_serving()
         rig.scheduler.result_error = ZeroDivisionError("boom")
@@ -305,7 +305,7 @@ async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_rea
         assert not rig.leader.serving
 
 
-async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins() -> None:
+async def test_an_unhealthy_pool_rejects_its_requests_and_joining_stages() -> None:
     async with leading(2) as rig, joining(rig.leader) as stub:
         stage = FakeStage(stub)
         await stage.hello(1)

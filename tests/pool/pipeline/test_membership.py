@@ -221,7 +221,7 @@ async def test_a_member_that_does_not_become_ready_has_to_join_again(
         assert "lost 1" not in observer.log
 
 
-async def test_every_forming_has_a_key_and_a_session_of_its_own_and_names_its_members() -> None:
+async def test_every_formation_has_its_own_key_and_session_and_lists_members() -> None:
     async with leader() as (observer, stub):
         first, second, successor = FakeStage(stub), FakeStage(stub), FakeStage(stub)
         await first.hello(1)
@@ -261,7 +261,7 @@ def test_a_forming_of_other_processes_is_refused(change: dict[str, object], mess
     )
 
 
-async def test_a_leader_that_starts_anew_forms_above_what_its_stages_have_seen_whatever_its_clock_says(
+async def test_a_new_leader_uses_a_higher_epoch_than_its_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stages refuse an epoch that is not above the one they have: a clock that is behind would keep
@@ -291,7 +291,7 @@ async def test_an_epoch_that_no_forming_gave_is_refused_by_name() -> None:
             await stage.read()
 
 
-async def test_a_stage_that_leaves_waits_for_goodbye_and_hears_all_that_was_said_before() -> None:
+async def test_a_leaving_stage_gets_all_earlier_commands_and_a_goodbye() -> None:
     async with leader() as (observer, stub):
         first, second = FakeStage(stub), FakeStage(stub)
         await first.hello(1)
@@ -307,7 +307,7 @@ async def test_a_stage_that_leaves_waits_for_goodbye_and_hears_all_that_was_said
         await observer.until("lost 2")
 
 
-async def test_a_stage_that_comes_back_before_its_death_is_noticed_replaces_itself() -> None:
+async def test_a_stage_that_rejoins_early_replaces_its_old_stream() -> None:
     async with leader() as (observer, stub):
         first, second, again = FakeStage(stub), FakeStage(stub), FakeStage(stub)
         await first.hello(1)
@@ -321,7 +321,7 @@ async def test_a_stage_that_comes_back_before_its_death_is_noticed_replaces_itse
         assert observer.log[-1] == "formed 2", "the old stream's end is no news"
 
 
-async def test_a_stage_that_dies_leaves_no_task_behind() -> None:
+async def test_a_stage_that_dies_leaks_no_task() -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)
         await stage.hello(1)
@@ -334,7 +334,7 @@ async def test_a_stage_that_dies_leaves_no_task_behind() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_stream_that_ends_without_a_hello_is_told_so() -> None:
+async def test_a_stream_that_ends_without_a_hello_gets_an_error() -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)
         await stage.closes()
@@ -365,7 +365,7 @@ async def test_commands_reach_the_stage_in_order() -> None:
         assert [(await first.read()).close_session.session_id for _ in range(3)] == ["0", "1", "2"]
 
 
-async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that_stays_is(
+async def test_a_stage_that_reads_nothing_is_lost_and_others_lose_no_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What gives memory back must reach every stage that keeps its memory."""
@@ -413,7 +413,7 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
         ),
     ],
 )
-async def test_a_stage_that_does_not_belong_is_told_why(
+async def test_an_incompatible_stage_gets_the_reason(
     rank: int, layers: LayerRange | None, numerics: str, weights: StageDigests, message: str
 ) -> None:
     async with leader() as (observer, stub):
@@ -426,7 +426,7 @@ async def test_a_stage_that_does_not_belong_is_told_why(
         assert observer.log == []
 
 
-async def test_a_stage_whose_channel_does_not_fit_those_that_are_there_is_told_why() -> None:
+async def test_a_stage_with_a_different_channel_is_refused_with_the_reason() -> None:
     async with leader() as (observer, stub):
         await FakeStage(stub).hello(2)
         stage = FakeStage(stub)

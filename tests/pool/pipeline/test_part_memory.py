@@ -69,7 +69,7 @@ def test_parts_of_an_epoch_or_a_batch_before_are_dropped(pair: list[PartMemory])
     assert received(second, 0) == 4
 
 
-def test_a_rank_that_comes_back_in_another_process_finds_its_place(pair: list[PartMemory]) -> None:
+def test_a_restarted_rank_finds_its_place(pair: list[PartMemory]) -> None:
     first, second = pair
     first.send([1], part(1), timeout_s=0.0)
     again = memory_of(
@@ -139,7 +139,7 @@ def test_a_part_that_is_written_again_is_not_taken_again(pair: list[PartMemory])
     assert second.refused == {RefusalReason.REPLAYED: 1}
 
 
-def test_a_part_before_which_one_is_missing_is_an_error(pair: list[PartMemory]) -> None:
+def test_a_part_after_a_missing_one_is_an_error(pair: list[PartMemory]) -> None:
     first, second = pair
     first.send([1], part(1), timeout_s=0.0)
     first.send([1], part(2), timeout_s=0.0)
@@ -148,7 +148,7 @@ def test_a_part_before_which_one_is_missing_is_an_error(pair: list[PartMemory]) 
         received(second, 0)
 
 
-def test_only_its_user_may_open_the_memory_and_nobody_may_cut_it_short(
+def test_only_its_user_may_open_the_memory_and_it_cannot_shrink(
     pair: list[PartMemory],
 ) -> None:
     descriptor = MemoryAddress.of(pair[0].address).descriptor
@@ -173,7 +173,7 @@ def test_memory_of_another_process_and_of_another_host_is_refused(pair: list[Par
     assert not share_a_host([first.address, ""])
 
 
-def test_a_rank_that_is_gone_is_not_waited_for() -> None:
+def test_a_lost_rank_is_not_waited_for() -> None:
     def gone(rank: int) -> None:
         raise PeerLostError(f"stage {rank} is gone")
 

@@ -404,7 +404,7 @@ def test_stages_meet_in_the_first_free_port_of_the_range(listen: str) -> None:
             RendezvousHost(listen, (taken, taken))
 
 
-def test_nccl_is_refused_where_there_is_none() -> None:
+def test_nccl_is_refused_if_missing() -> None:
     config = WorkerConfig(model=ROOT, stage_channel="nccl")
     with pytest.raises(
         ConfigError, match="needs a CUDA device and NCCL, this stage computes on cpu"

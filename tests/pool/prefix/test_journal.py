@@ -35,7 +35,7 @@ def applied(known: set[bytes], reports: list[worker_pb2.CacheReport]) -> set[byt
     ),
     st.integers(1, 2),
 )
-def test_reports_amount_to_what_there_is(
+def test_reports_add_up_to_the_cached_blocks(
     monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, bytes, int]], num_ranks: int
 ) -> None:
     """With two names per report, and a whole account in place of more than two changes beyond what

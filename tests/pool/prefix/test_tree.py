@@ -159,7 +159,7 @@ class Naive:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @given(data=st.data())
-def test_it_does_what_the_naive_model_does(rule: ResumeRule, data: st.DataObject) -> None:
+def test_it_matches_the_naive_model(rule: ResumeRule, data: st.DataObject) -> None:
     clock, ids, naive = ManualClock(), count(1), Naive(rule)
     tree = PrefixTree(
         rule,
@@ -224,7 +224,7 @@ def compare(given_up: Changed, expected: tuple[list[int], list[int]]) -> None:
     assert (given_up.page_ids, given_up.slot_ids) == expected
 
 
-def test_a_state_is_needed_where_a_prompt_can_be_cut() -> None:
+def test_inserted_pages_have_a_state_exactly_at_split_points() -> None:
     tree = PrefixTree(ResumeRule(16, grid_tokens=64, has_states=True), ManualClock())
     with pytest.raises(InternalError, match="4 pages without a state"):
         tree.insert(names((1, 2, 3, 4)), [1, 2, 3, 4])
@@ -244,7 +244,7 @@ def test_the_first_repeat_of_a_prompt_goes_on_from_its_last_resume_point() -> No
     assert tree.find(blocks, 129) == Found(128, (1, 2, 3, 4, 5, 6, 7, 8), 5)
 
 
-def test_where_two_prompts_parted_the_second_leaves_a_state_for_the_third() -> None:
+def test_the_second_prompt_leaves_a_state_at_the_branch_for_the_third() -> None:
     tree = PrefixTree(ResumeRule(16, has_states=True), ManualClock())
     tree.insert(names((1, 2, 3, 4)), [1, 2, 3, 4], 1)
     assert tree.find(names((1, 2, 8, 9)), 65) == Found(snapshot_tokens=(32, 64))

@@ -76,7 +76,7 @@ async def test_without_a_session_memory_is_released_at_once() -> None:
     assert done == ["released"]
 
 
-async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(
+async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 0.01)
@@ -88,7 +88,7 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(
     assert "did not drain" in told[0]
 
 
-async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_despairs(
+async def test_a_stalled_process_reads_pending_reports_before_it_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the
@@ -120,7 +120,7 @@ class FakeAgent:
         pass
 
 
-async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drain() -> None:
+async def test_a_request_sent_to_its_source_again_lets_the_older_epoch_drain() -> None:
     reclaimer, reports, told = make_reclaimer()
     group = StageGroup(FakeAgent(), [Placement()], reports)  # type: ignore[arg-type]
     source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
@@ -153,7 +153,7 @@ async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drai
     assert (group.open_sessions, told) == (0, [])
 
 
-async def test_what_a_step_posted_arrives_at_once_and_an_error_holds_nothing_up() -> None:
+async def test_events_of_a_step_arrive_at_once_and_an_error_blocks_none() -> None:
     loop, seen, errors = asyncio.get_running_loop(), list[object](), list[object]()
     loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
     failure = RuntimeError("of one request")
@@ -170,7 +170,7 @@ async def test_what_a_step_posted_arrives_at_once_and_an_error_holds_nothing_up(
     assert (seen, errors) == ([1, 3, "the loop's next callback"], [failure])
 
 
-async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(
+async def test_the_loop_runs_at_once_but_not_after_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[str] = []
@@ -191,7 +191,7 @@ async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(
     assert taken == ["way", "first", "second", "way", "third"]
 
 
-async def test_what_can_wait_wakes_the_loop_once_and_is_found_by_its_timer(
+async def test_deferrable_events_wake_the_loop_once_by_its_timer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, seen, calls = asyncio.get_running_loop(), list[object](), list[object]()

@@ -200,7 +200,7 @@ async def test_each_request_has_its_own_trace_ids_and_log_lines(
     await call.drop()
 
 
-async def test_what_happens_together_is_one_message() -> None:
+async def test_simultaneous_events_are_one_message() -> None:
     pool = Pool()
     call, streams = await begun(pool, "a", "b", "c")
     before = call.num_messages
@@ -234,7 +234,7 @@ async def test_a_request_that_its_router_gives_up_is_cancelled_and_gets_no_end()
     await call.drop()
 
 
-async def test_a_request_that_is_opened_and_given_up_in_one_message_leaves_nothing() -> None:
+async def test_a_request_opened_and_cancelled_in_one_message_leaves_nothing() -> None:
     pool = Pool()
     call = decode_call(pool.Serve)
     call.send(with_key(1, opening("a")), cancelled(1), cancelled(1))
@@ -290,7 +290,7 @@ async def test_an_input_that_is_missing_or_unknown_ends_its_request_alone(
     await call.drop()
 
 
-async def test_inputs_that_nobody_takes_end_their_request_alone() -> None:
+async def test_unread_inputs_end_their_request_alone() -> None:
     pool = Pool()
     pool.may_take.clear()
     call, (first, second) = await begun(pool, "a", "b")
@@ -388,7 +388,7 @@ async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(
     await call.drop()
 
 
-async def test_the_limit_grows_with_the_pool_and_the_first_of_a_message_are_let_in(
+async def test_the_limit_grows_with_the_pool_and_admits_a_message_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_call, "SPARE_OPEN", 2)
@@ -432,9 +432,7 @@ async def test_a_router_that_opens_and_never_reads_is_read_no_further(
     assert await pool.calls.wait_quiet(timeout_s=5)
 
 
-async def test_a_drain_refuses_new_requests_and_hands_back_those_under_way_before_the_call_ends() -> (
-    None
-):
+async def test_a_drain_refuses_new_requests_and_hands_back_running_ones() -> None:
     pool = Pool()
     call, (first,) = await begun(pool, "a")
     pool.calls.refuse_new("the server is draining")
@@ -449,7 +447,7 @@ async def test_a_drain_refuses_new_requests_and_hands_back_those_under_way_befor
     await call.drop()
 
 
-async def test_a_call_ends_when_its_router_opens_no_more_and_its_requests_are_over() -> None:
+async def test_a_half_closed_call_ends_with_its_last_request() -> None:
     pool = Pool()
     call, (first,) = await begun(pool, "a")
     call.half_close()
@@ -558,7 +556,7 @@ async def test_a_router_that_reads_slowly_is_not_given_up() -> None:
     await server.drain(grace_s=0)
 
 
-async def test_what_cannot_be_parsed_ends_the_call_by_name() -> None:
+async def test_a_malformed_message_ends_the_call_by_name() -> None:
     pool = Pool()
     server, address = await served(pool)
     async with open_channel(address) as channel:

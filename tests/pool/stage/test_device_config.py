@@ -35,7 +35,7 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_without_the_device_says_so_in_one_line(tmp_path: Path, role: str) -> None:
+def test_a_missing_device_is_reported_in_one_line(tmp_path: Path, role: str) -> None:
     """Through the real command."""
     model = make_checkpoint(tmp_path, "llama")
     done = subprocess.run(
@@ -89,16 +89,14 @@ def test_names_of_devices(name: str) -> None:
         (KIMI_LINEAR, Numerics.FAST, "device"),
     ],
 )
-def test_what_a_device_does_not_offer(
-    config: dict[str, object], numerics: Numerics, field: str
-) -> None:
+def test_features_a_device_lacks(config: dict[str, object], numerics: Numerics, field: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_offered(CUDA, numerics, tiny(config))
     assert refused.value.field == field
 
 
 @pytest.mark.parametrize("config", [LLAMA, HYBRID, QWEN3_MOE, GLM_DSA])
-def test_what_it_offers(config: dict[str, object]) -> None:
+def test_features_a_device_offers(config: dict[str, object]) -> None:
     check_offered(CUDA, Numerics.FAST, tiny(config, "bfloat16"))
 
 

@@ -50,9 +50,7 @@ def test_a_pool_that_speculates_captures_verification_too(topk: int, kind: str) 
     assert len(capture.graphs) == 8
 
 
-def test_nothing_is_captured_on_the_host_when_told_so_or_where_experts_are_counted_on_the_host() -> (
-    None
-):
+def test_no_graph_is_captured_if_disabled_or_experts_are_counted_on_host() -> None:
     for graphs, capture in (
         built(LLAMA, capturable=False),
         built(LLAMA, cuda_graphs=False),

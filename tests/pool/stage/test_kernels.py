@@ -45,7 +45,7 @@ STEPS = {program.load_runner, row_ops.sum_for, row_ops.copies_for, row_ops.gathe
         ),
     ],
 )
-def test_what_a_stage_will_call(
+def test_kernels_a_stage_will_call(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,

@@ -58,7 +58,7 @@ def test_load_shows_queue_memory_and_sessions() -> None:
     assert value(registry, "baton_kv_usage_ratio") == pytest.approx(0.3)
 
 
-def test_a_census_shows_what_memory_is_held_for() -> None:
+def test_a_census_shows_the_uses_of_memory() -> None:
     registry = CollectorRegistry()
     meters = LeaderMeters.create(registry, GEOMETRY)
     meters.on_occupancy(
@@ -123,7 +123,7 @@ def test_steps_and_handoffs_are_counted() -> None:
     assert value(registry, "baton_kv_transfer_seconds_sum") == 0.5
 
 
-def test_a_step_looks_no_label_up_but_of_what_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_looks_up_labels_of_changed_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, forwards, looked_up = (
         CollectorRegistry(),
         {"graph": 0, "eager": 1},

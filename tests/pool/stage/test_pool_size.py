@@ -64,7 +64,7 @@ def test_published_shapes_have_their_published_parameters(qwen3: Path, llama: Pa
         assert description.weight_bytes(plan.model_layers) == 2 * count
 
 
-def test_the_smallest_real_model_gets_its_whole_context_where_it_fits(qwen3: Path) -> None:
+def test_the_smallest_real_model_gets_its_whole_context_if_it_fits(qwen3: Path) -> None:
     """0.4 of 32 GiB, less its weights and a process, is above 40960 tokens."""
     found = size(qwen3, machine(32 * GIB))
     cache = int(0.4 * 32 * GIB) - PROCESS - 2 * QWEN3_PARAMETERS
@@ -91,7 +91,7 @@ def test_a_context_that_does_not_fit_is_shortened_with_one_line(qwen3: Path) -> 
     assert size(qwen3, machine(32 * GIB), memory_mb=4487) == PoolSize(641, 0, 40960)
 
 
-def test_a_context_that_was_asked_for_is_given_or_refused(qwen3: Path) -> None:
+def test_a_requested_context_is_given_or_refused(qwen3: Path) -> None:
     assert size(qwen3, machine(32 * GIB), memory_mb=256, max_context=2000) == PoolSize(36, 0, 2000)
     with pytest.raises(
         ConfigError,
@@ -137,7 +137,7 @@ def test_a_context_that_no_router_could_warm_up_is_refused() -> None:
         load(WorkerConfig, section="decode", flags={"model": Path("x"), "max_context": 15})
 
 
-def test_what_serves_nobody_is_refused(qwen3: Path) -> None:
+def test_a_pool_too_small_for_any_request_is_refused(qwen3: Path) -> None:
     """512 tokens are 8 pages and the null page: 63 MiB."""
     assert size(qwen3, machine(32 * GIB), memory_mb=63).context_tokens == 512
     with pytest.raises(ConfigError, match=r"--memory-mb 63 would do$"):

@@ -26,7 +26,7 @@ print(json.dumps(dict(plan_stage(WorkerConfig(model=Path(sys.argv[1]), num_pages
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_a_stage_whose_cpu_computes_other_bits_is_refused_where_bits_are_promised(
+def test_exact_numerics_refuse_a_stage_whose_cpu_computes_other_bits(
     tmp_path: Path, numerics: str
 ) -> None:
     """torch takes other instructions on another CPU: softmax and sums differ in their last bits.
@@ -80,7 +80,7 @@ def test_a_stage_of_a_release_with_other_frames_is_refused(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_stage_whose_grammars_are_over_other_tokens_is_refused(
+def test_a_stage_with_another_grammar_vocabulary_is_refused(
     tmp_path: Path, file: str, before: dict[str, object], after: dict[str, object], words: str
 ) -> None:
     """The last stage makes masks from its own files: answers followed another grammar than their
@@ -106,7 +106,7 @@ def test_a_stage_without_a_tokenizer_joins_any(tmp_path: Path) -> None:
     check_settings(with_one, without)
 
 
-def test_stages_that_keep_the_states_of_another_number_of_trees_do_not_join(tmp_path: Path) -> None:
+def test_stages_with_different_numbers_of_tree_states_do_not_join(tmp_path: Path) -> None:
     """Pools of up to 32 hold three times what they run, so that both hold 33 requests here."""
     model, draft = (
         make_checkpoint(tmp_path, "qwen3_5_text"),

@@ -139,7 +139,7 @@ def test_states_of_verification_are_part_of_the_budget(folders: tuple[Path, Path
 @pytest.mark.parametrize(
     ("max_running", "max_landing", "held"), [(8, 0, 24), (33, 0, 33), (33, 7, 40)]
 )
-def test_s4_6_a_decode_pool_has_slots_for_what_lands_and_states_of_trees_for_what_runs(
+def test_s4_6_slots_cover_incoming_requests_and_tree_states_running_ones(
     folders: tuple[Path, Path], max_running: int, max_landing: int, held: int
 ) -> None:
     model, draft = folders
@@ -155,7 +155,7 @@ def test_s4_6_a_decode_pool_has_slots_for_what_lands_and_states_of_trees_for_wha
 
 
 @pytest.mark.parametrize("num_copies", [0, 1, 2])
-def test_s4_6_states_kept_aside_have_slots_of_their_own(
+def test_s4_6_cached_states_have_their_own_slots(
     folders: tuple[Path, Path], num_copies: int
 ) -> None:
     """Those of a prefix cache: none, as many as run, or (the default) twice as many."""
@@ -239,7 +239,7 @@ def test_experts_are_spread_over_all_ranks_of_a_stage(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_windows_do_not_verify_is_refused(
+def test_trees_that_windows_cannot_verify_are_refused(
     tmp_path: Path, shape: tuple[int, int, int], field: str, complaint: str
 ) -> None:
     model, (topk, steps, tokens) = make_checkpoint(tmp_path, "gemma4"), shape
@@ -291,7 +291,7 @@ def test_a_draft_without_a_cache_finds_the_targets_on_the_last_stage(
     [(True, [(0, 2), (2, 4)]), (False, [(0, 3), (3, 4)])],
     ids=["prompts", "steps"],
 )
-def test_balanced_stages_count_the_head_where_each_token_needs_it(
+def test_balanced_stages_count_the_head_if_each_token_needs_it(
     tmp_path: Path, expected: list[tuple[int, int]], *, reads_prompts: bool, ties: bool
 ) -> None:
     """It weighs two and a half layers; the embedding counts nowhere."""

@@ -90,7 +90,7 @@ async def test_a_warm_up_that_fails_holds_nothing(
         await until_nothing_is_held(loop, scheduler)
 
 
-async def test_a_warm_up_that_takes_too_long_or_is_cancelled_holds_nothing_once_the_pipeline_is_gone(
+async def test_a_warm_up_that_times_out_or_is_cancelled_leaks_nothing(
     loop: EngineLoop, scheduler: DecodeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup_module, "WARM_UP_TIMEOUT_S", 0.05)
