@@ -103,7 +103,7 @@ def test_the_window_is_the_pipelines_depth(running: list[EngineLoop], depth: int
     assert scheduler.log == [f"result {i} ok" for i in range(1, 10)]
 
 
-def test_a_step_behind_another_counts_from_the_others_result(
+def test_a_queued_step_is_timed_from_the_previous_result(
     running: list[EngineLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where steps compute apart, the loop's waits are no pauses of the stage, and its launches no
@@ -141,7 +141,7 @@ def test_a_failed_step_is_published_and_the_loop_goes_on(running: list[EngineLoo
     assert scheduler.log == ["result 1 ok", "result 2 error", "result 3 ok"]
 
 
-async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_again(
+async def test_a_lost_peer_ends_requests_in_flight_and_a_new_pipeline_serves(
     running: list[EngineLoop],
 ) -> None:
     scheduler = ScriptedScheduler(work=4)
@@ -157,7 +157,7 @@ async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_agai
     assert scheduler.log[2:] == ["result 4 ok"]
 
 
-async def test_a_pipeline_that_breaks_by_itself_is_told_once_and_one_that_is_detached_is_not(
+async def test_a_broken_pipeline_is_reported_once_and_a_detached_one_never(
     running: list[EngineLoop],
 ) -> None:
     lost: list[str] = []
@@ -175,7 +175,7 @@ async def test_a_pipeline_that_breaks_by_itself_is_told_once_and_one_that_is_det
     assert lost == ["stage 1 died"]
 
 
-async def test_what_came_after_the_pipeline_broke_ends_when_its_owner_detaches_it(
+async def test_detaching_a_broken_pipeline_ends_requests_that_came_later(
     running: list[EngineLoop],
 ) -> None:
     scheduler = ScriptedScheduler()
@@ -206,7 +206,7 @@ async def test_submit_returns_and_raises_here(running: list[EngineLoop]) -> None
         await loop.submit(refuse)
 
 
-async def test_an_unknown_error_is_told_and_does_not_end_the_thread(
+async def test_an_unknown_error_is_reported_and_does_not_end_the_thread(
     running: list[EngineLoop],
 ) -> None:
     told: list[str] = []
@@ -220,7 +220,7 @@ async def test_an_unknown_error_is_told_and_does_not_end_the_thread(
     assert told == ["boom"]
 
 
-async def test_memory_that_runs_out_in_a_step_is_told_in_words(running: list[EngineLoop]) -> None:
+async def test_running_out_of_memory_in_a_step_is_explained(running: list[EngineLoop]) -> None:
     told: list[str] = []
     loop = start(running, ScriptedScheduler(), LoopObserver(unhealthy=told.append))
     loop.post(lambda: torch.zeros(1 << 62, dtype=torch.uint8))
@@ -228,7 +228,7 @@ async def test_memory_that_runs_out_in_a_step_is_told_in_words(running: list[Eng
     assert told == ["memory ran out in a step"]
 
 
-async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None:
+async def test_a_leak_found_when_idle_is_reported(running: list[EngineLoop]) -> None:
     told: list[str] = []
     scheduler = ScriptedScheduler(work=1)
     scheduler.idle_error = InternalError("page 3 is lost")
@@ -240,7 +240,7 @@ async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None
     assert scheduler.log == ["result 1 ok"], "a leak breaks no pipeline"
 
 
-def test_the_limit_of_a_step_follows_those_that_were_measured_from_a_floor_up() -> None:
+def test_the_step_timeout_follows_measured_steps_above_a_floor() -> None:
     limit = StepLimit()
     assert limit.seconds == 600, "the first step may compile"
     limit.observe(0.02)
@@ -285,7 +285,7 @@ def test_a_process_that_was_held_up_is_not_a_hung_engine() -> None:
     assert not watch.is_over(1.0, 3.0)
 
 
-async def test_what_gives_memory_back_is_taken_however_many_commands_wait(
+async def test_commands_that_free_memory_are_taken_despite_a_full_queue(
     running: list[EngineLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_module, "MAX_COMMANDS", 2)
@@ -322,7 +322,7 @@ async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(
         await loop.submit(lambda: None)
 
 
-async def test_what_a_cancelled_caller_would_have_got_is_given_back(
+async def test_the_result_of_a_cancelled_caller_is_released(
     running: list[EngineLoop],
 ) -> None:
     loop = start(running, ScriptedScheduler())

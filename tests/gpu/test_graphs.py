@@ -20,7 +20,7 @@ MIXED = {**HYBRID, "head_dim": 64}
 
 
 @pytest.mark.parametrize("config", [DENSE, MIXED], ids=["attention", "hybrid"])
-def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_capture(
+def test_s1_3_small_batches_and_changed_lengths_replay_in_big_graphs(
     config: dict[str, object], device: torch.device
 ) -> None:
     from tests.support.device.captured_stage import Twins, prefilled
@@ -78,7 +78,7 @@ def refused_capture() -> str:
 
 
 @pytest.mark.usefixtures("device")
-def test_what_cannot_be_captured_names_its_bucket() -> None:
+def test_a_failed_capture_names_its_bucket() -> None:
     """In a process of its own, because torch is unusable after a capture that failed."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         message = process.submit(refused_capture).result(60)

@@ -75,7 +75,7 @@ def test_stages_without_attention_and_without_recurrence_run_s4_3(
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_every_layer_of_every_family_says_what_it_caches(
+def test_every_layer_of_every_family_declares_its_cache(
     name: str, checkpoint: CheckpointMaker
 ) -> None:
     model = read_model(checkpoint(name))

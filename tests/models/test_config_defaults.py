@@ -129,7 +129,7 @@ def test_a_file_that_states_nothing_is_the_model_of_one_that_states_all(architec
         ),
     ],
 )
-def test_wrappers_that_leave_fields_out_are_read_alike_by_routers_and_workers(
+def test_routers_and_workers_read_wrappers_without_fields_equally(
     architecture: str, text: dict[str, Any]
 ) -> None:
     config: dict[str, Any] = {
@@ -205,7 +205,7 @@ def test_yarn_makes_the_context_longer(rope: dict[str, Any], expected: int, styl
     assert worker.context_field == (style if expected > 40960 else "max_position_embeddings")
 
 
-def test_a_context_beyond_every_bound_names_what_made_it(tmp_path: Path) -> None:
+def test_a_context_beyond_every_bound_names_its_source(tmp_path: Path) -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "rope_scaling": {"type": "yarn", "factor": 1e6},

@@ -27,7 +27,7 @@ def save_tokenizer(folder: Path, eos_token: str | AddedToken) -> None:
 
 @pytest.mark.parametrize("eos_token", ["w3", "<|im_end|>", AddedToken("<|im_end|>", special=True)])
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}])
-def test_they_are_the_union_of_what_transformers_reads(
+def test_they_are_the_union_of_those_of_transformers(
     eos_token: str | AddedToken, generation: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -51,7 +51,7 @@ def test_nothing_is_lost_in_transformers_s2_9(raw: dict[str, object], tmp_path: 
 
 
 @pytest.mark.parametrize("raw", VARIANTS)
-def test_what_transformers_saved_again_is_the_same_model_s2_9(
+def test_a_model_saved_again_by_transformers_is_the_same_s2_9(
     raw: dict[str, object], tmp_path: Path
 ) -> None:
     config: Any = AutoConfig.from_pretrained(written(tmp_path, raw))

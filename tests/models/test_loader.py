@@ -95,7 +95,7 @@ def test_sharded_and_single_file_load_the_same(checkpoint: CheckpointMaker) -> N
     assert torch.equal(single.prefill({0: [5, 6, 7]}), sharded.prefill({0: [5, 6, 7]}))
 
 
-def test_a_head_of_its_own_is_used_whatever_the_config_says(
+def test_a_separate_head_is_used_despite_the_config(
     checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     """As transformers does: a copy of the embedding is the embedding, a head that was trained is a

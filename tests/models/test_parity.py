@@ -51,7 +51,7 @@ def test_logits_match_transformers(name: str, checkpoint: CheckpointMaker) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in OTHER_ROPE])
-def test_a_part_of_a_head_turns_where_it_does_in_transformers(
+def test_partial_rotary_dimensions_are_those_of_transformers(
     name: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     """A config may say `partial_rotary_factor` of any family, and most of them take no notice of

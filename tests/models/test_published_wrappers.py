@@ -82,7 +82,7 @@ def write_wrapper(
         ("Llama4ForConditionalGeneration", "Llama4ForCausalLM", "Llama4TextConfig", LLAMA4),
     ],
 )
-def test_a_wrapper_that_leaves_fields_out_is_the_model_transformers_makes_of_it(
+def test_a_wrapper_without_fields_is_the_model_of_transformers(
     architecture: str, model: str, config: str, text: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = write_wrapper(tmp_path, architecture, model, config, text)

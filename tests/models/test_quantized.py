@@ -66,7 +66,7 @@ def opened(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_weight_of_several_pieces_is_what_its_format_means(
+def test_a_weight_of_several_pieces_is_dequantized_by_its_format(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No number of rows or columns that blocks of 128 or pieces divide."""
@@ -83,7 +83,7 @@ def test_a_weight_of_several_pieces_is_what_its_format_means(
     assert (meant - weight).abs().max() < 0.6, "codes are near what was coded"
 
 
-def test_blocks_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_blocks_are_dequantized_as_by_transformers(tmp_path: Path) -> None:
     weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1))
     parts, _ = LAYOUTS["fp8 blocks of 128"].code(weight)
     theirs: Any = Fp8Dequantize(None)  # type: ignore[no-untyped-call]
@@ -267,7 +267,7 @@ def test_a_draft_in_the_same_files_is_dequantized_too(
 
 
 @pytest.mark.parametrize("layout", ["fp8 blocks", "int4 packed"])
-def test_what_is_counted_is_the_final_form(
+def test_weight_bytes_count_the_final_form(
     layout: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     folder = write_quantized(checkpoint("llama", dtype=torch.bfloat16), tmp_path / "model", layout)
@@ -359,7 +359,7 @@ ONLY_THE_CACHE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", ONLY_THE_CACHE)
-def test_a_checkpoint_of_which_only_the_cache_is_quantized_is_the_plain_one(
+def test_a_checkpoint_with_only_a_quantized_cache_is_the_plain_one(
     form: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     plain = checkpoint("llama")

@@ -268,7 +268,7 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
         ),
     ],
 )
-def test_what_ranks_cannot_divide_is_refused_by_name(
+def test_indivisible_sizes_are_refused_by_name(
     config: dict[str, object], size: int, says: str
 ) -> None:
     description = tiny(config)

@@ -48,7 +48,7 @@ def model(checkpoint: CheckpointMaker) -> ModelDescription:
         {"indexer_types": ["full", "shared", "full", "full", "shared", "shared"]},
     ],
 )
-def test_a_layer_hands_on_what_the_next_one_shares_s2_2(
+def test_a_layer_hands_shared_keys_to_the_next_one_s2_2(
     sharing: dict[str, object], checkpoint: CheckpointMaker
 ) -> None:
     """However a config says it; the last layer hands nothing on."""
@@ -223,7 +223,7 @@ def test_a_batch_without_tokens_needs_no_keys_s2_5(model: ModelDescription) -> N
     assert logits.shape == (0, VOCAB_SIZE)
 
 
-def test_an_idle_batch_passes_where_trees_are_verified_s2_5() -> None:
+def test_an_idle_batch_passes_tree_verification_s2_5() -> None:
     speculation = Speculation(
         lambda num_pages: OracleDrafter(CHAINS["chain 1"]), num_draft_tokens=1
     )
@@ -269,7 +269,7 @@ def test_choosing_every_key_equals_attending_to_all(checkpoint: CheckpointMaker)
     assert not torch.equal(narrow, StageDriver(random_model(dense)).prefill({0: PROMPT}))
 
 
-def test_ties_are_broken_alike_in_prefill_and_decode(checkpoint: CheckpointMaker) -> None:
+def test_ties_are_broken_equally_in_prefill_and_decode(checkpoint: CheckpointMaker) -> None:
     """Two indexer heads leave many scores at exactly 0, so the tie rule decides most choices."""
     config = json.loads((checkpoint("deepseek_v32") / "config.json").read_text())
     model = random_model(config | {"index_n_heads": 2})

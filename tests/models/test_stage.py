@@ -58,7 +58,7 @@ def test_one_layer_per_stage_does_first_layer_work_s0_5(
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_first_layer_work_is_done_anew_for_every_tree_s0_5(
+def test_first_layer_work_is_repeated_for_every_tree_s0_5(
     num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verification: positions go by depth, and each stage makes its table for the tree at hand,
@@ -110,7 +110,7 @@ def test_first_layer_work_is_done_anew_for_every_tree_s0_5(
 
 
 @pytest.mark.parametrize("cuts", [(1, 3), (1, 2, 3)])
-def test_start_layer_is_told_at_construction_s0_6(
+def test_start_layer_is_given_at_construction_s0_6(
     model: ModelDescription, cuts: tuple[int, ...]
 ) -> None:
     """Nothing a batch or its pools say changes it: stages over pools of the whole model do what

@@ -119,7 +119,7 @@ def test_trees_and_choices_do_without_the_wrapper_and_disturb_none() -> None:
     assert [wrapper.num_plans for wrapper in choosing.made] == [0, 0]
 
 
-def test_causal_order_is_listed_where_there_is_no_wrapper() -> None:
+def test_causal_order_is_listed_without_a_wrapper() -> None:
     inputs, prompt, following = (
         sequence(1, 40),
         batch_of({0: (0, 39)}),

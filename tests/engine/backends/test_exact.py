@@ -261,7 +261,7 @@ def test_very_unlikely_keys_are_weighed_against_each_other_only(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_blocks_beside_many_more(dtype: torch.dtype) -> None:
+def test_long_rows_batched_with_longer_ones_keep_their_bits(dtype: torch.dtype) -> None:
     """Sums over blocks must not be regrouped when a longer row widens the batch."""
     geometry = geometry_of((2, 1), 64)
     outputs = []
@@ -293,7 +293,7 @@ def test_chunks_across_the_edge_of_a_block(dtype: torch.dtype, head_dim: int) ->
 
 @QUICK
 @given(page_size=page_sizes, dtype=dtypes, context=st.integers(0, 70), count=st.integers(1, 70))
-def test_what_a_stranger_left_behind_does_not_show(
+def test_stale_memory_does_not_change_results(
     page_size: int, dtype: torch.dtype, context: int, count: int
 ) -> None:
     """Free pages, the null page and unwritten tails hold NaN, infinities or huge numbers: same

@@ -217,7 +217,7 @@ class NotedLengths:
 
 
 @pytest.mark.parametrize(("is_tree", "device"), [(True, "meta"), (False, "cpu")])
-def test_lengths_lie_beside_the_mask_that_flashinfer_packs_and_on_the_host_without(
+def test_lengths_are_on_the_masks_device_or_on_the_host_without_one(
     device: str, *, is_tree: bool
 ) -> None:
     made = NotedLengths()
@@ -246,7 +246,7 @@ def test_lengths_lie_beside_the_mask_that_flashinfer_packs_and_on_the_host_witho
 @pytest.mark.parametrize(
     ("group_size", "on_tensor_cores"), [(1, False), (3, False), (4, True), (6, True), (16, True)]
 )
-def test_decode_asks_for_no_kernel_that_flashinfer_lacks(
+def test_decode_needs_no_kernel_that_flashinfer_lacks(
     monkeypatch: pytest.MonkeyPatch, group_size: int, *, on_tensor_cores: bool
 ) -> None:
     """CUDA cores: groups of 1, 2, 3, 4 and 8 in all versions that are allowed."""

@@ -90,7 +90,7 @@ def test_a_fresh_batch_is_planned_once_for_all_layers_and_forwards() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_batch_padded_after_planning_keeps_its_plan_to_the_byte_and_is_refused() -> None:
+def test_a_batch_padded_after_planning_is_refused_and_keeps_its_plan() -> None:
     backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
     backend.plan(batch)
     before, plan = content(batch), batch.forward_metadata_plan
@@ -110,9 +110,7 @@ def test_a_replan_equivalent_batch_of_the_same_shape_is_not_planned_again() -> N
     assert backend.num_plans == 1
 
 
-def test_a_replan_equivalent_batch_is_planned_again_after_padding_and_its_rows_keep_their_bits() -> (
-    None
-):
+def test_a_replan_equivalent_batch_is_replanned_with_equal_bits() -> None:
     backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
     backend.plan(batch, replan_equivalent=True)
     alone = forward(backend, batch)
@@ -123,7 +121,7 @@ def test_a_replan_equivalent_batch_is_planned_again_after_padding_and_its_rows_k
 
 
 @pytest.mark.parametrize("with_token_ids", [True, False])
-def test_a_batch_marked_again_after_padding_records_the_new_shape_and_keeps_the_plan(
+def test_a_batch_marked_after_padding_records_the_shape_and_keeps_the_plan(
     with_token_ids: bool,  # noqa: FBT001
 ) -> None:
     backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
@@ -159,7 +157,7 @@ def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:
     assert rows.paths.shape == (519, 0)
 
 
-def test_nodes_of_a_tree_see_their_path_where_plain_decoding_would_have_stored_it() -> None:
+def test_tree_nodes_attend_to_their_path_at_the_slots_of_plain_decoding() -> None:
     #      0          1 and 2 follow 0, 3 follows 2; the row's pages are 4 and 2, its nodes lie from 14 on
     rows = planned(
         build_batch(

@@ -128,7 +128,9 @@ def test_any_cut_on_the_grid_in_any_company(
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("mode", [ForwardMode.PREFILL, ForwardMode.DECODE])
-def test_a_starting_row_does_not_see_what_its_slot_held(junk: float, mode: ForwardMode) -> None:
+def test_a_starting_row_ignores_earlier_contents_of_its_slot(
+    junk: float, mode: ForwardMode
+) -> None:
     results = []
     for content in (junk, 0.0):
         recurrent, _, _ = backend(junk=content)
@@ -232,7 +234,7 @@ def test_a_chunk_that_starts_off_the_grid_is_refused() -> None:
         (ForwardMode.DRAFT, 1, "draft"),
     ],
 )
-def test_what_recurrent_layers_cannot_do_is_refused(
+def test_unsupported_recurrent_features_are_refused(
     mode: ForwardMode, count: int, match: str
 ) -> None:
     recurrent, _, _ = backend()

@@ -98,7 +98,7 @@ def test_states_within_a_chunk_are_those_of_a_prompt_that_ends_there() -> None:
             assert torch.equal(ours, theirs), f"snapshot of {seed} at {count}"
 
 
-def test_positions_of_snapshots_are_the_prompts_whatever_the_chunk() -> None:
+def test_positions_of_snapshots_do_not_depend_on_chunks() -> None:
     rig, tokens = Rig(), Tokens(400, seed=1, slot=1)
     rig.run((tokens, 128, StateRow()))
     rig.run((tokens, 200, StateRow(snapshots=(StateSnapshot(192, 4),))))

@@ -121,6 +121,6 @@ def test_run_needs_a_plan() -> None:
         (128, torch.float32, False),
     ],
 )
-def test_whose_heads_they_are(dim: int, dtype: torch.dtype, *, offered: bool) -> None:
+def test_head_sizes_offered_by_flashinfer(dim: int, dtype: torch.dtype, *, offered: bool) -> None:
     geometry = AttentionGeometry(num_heads=4, num_kv_heads=2, head_dim=dim, page_size=16, scale=1.0)
     assert is_offered_by_flashinfer(geometry, dtype) is offered

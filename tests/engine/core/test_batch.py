@@ -187,7 +187,7 @@ class CountingPlanner:
         batch.mark_forward_metadata_ready(self)
 
 
-def test_s1_2_whoever_asks_plans_a_batch_once() -> None:
+def test_s1_2_a_batch_is_planned_once() -> None:
     planner, batch = CountingPlanner(), decode(2)
     assert [plan_where_needed(batch, planner) for _ in range(3)] == [True, False, False]
     assert (planner.num_plans, batch.forward_metadata_planner) == (1, planner)

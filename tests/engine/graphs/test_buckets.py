@@ -82,7 +82,7 @@ def test_a_padded_batch_is_its_rows_and_then_rows_that_own_nothing(data: st.Data
         assert masked or padded.spec_info.is_chain
 
 
-def test_what_no_bucket_was_made_for_finds_none() -> None:
+def test_batches_that_fit_no_bucket_find_none() -> None:
     buckets = (*decode_buckets(2), *verify_buckets(2, 3, is_masked=False))
 
     def batch(mode: ForwardMode, *parents: tuple[int, ...]) -> GraphBucket | None:

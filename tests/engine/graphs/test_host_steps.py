@@ -235,7 +235,7 @@ def test_they_do_so_on_several_threads() -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA, HYBRID], ids=["attention", "hybrid"])
-def test_trees_of_one_size_are_replayed_whatever_their_branches(config: dict[str, object]) -> None:
+def test_trees_of_one_size_are_replayed_with_any_branches(config: dict[str, object]) -> None:
     twins = prefilled(Twins(config, cuts=(1,)), 3, 20, 16)
     steps: list[dict[int, tuple[int, ...]]] = [
         {0: FORK, 1: BUSH},
@@ -328,7 +328,7 @@ def test_a_forward_that_cannot_be_recorded_runs_once(
     assert stage.steps.bucket_for(twins.sequences.batch(ForwardMode.PREFILL, {0: 9})) is not None
 
 
-def test_prompts_larger_batches_and_rows_of_several_lengths_run_eagerly_between_replays() -> None:
+def test_batches_that_fit_no_graph_run_eagerly_between_replays() -> None:
     twins = prefilled(Twins(HYBRID), 3, 4, 5, 6)
     twins.decode(0, 1)
     for _ in range(2):
@@ -351,7 +351,7 @@ def test_a_step_is_recorded_again_when_rows_outgrow_its_tables() -> None:
     )  # for two pages of a row, and for four
 
 
-def test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before() -> None:
+def test_a_row_that_starts_in_a_used_slot_has_no_earlier_state() -> None:
     twins = prefilled(Twins(HYBRID), 8)
     for _ in range(3):
         twins.decode(0)

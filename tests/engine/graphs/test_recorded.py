@@ -72,7 +72,7 @@ def test_launches_and_operations_are_done_again_in_their_order(dtype: torch.dtyp
         lambda x: x * np.asarray(x).max(),
     ],
 )
-def test_what_depends_on_values_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+def test_operations_that_depend_on_values_are_refused(function: Callable[[Tensor], Tensor]) -> None:
     results = list[Tensor]()
     with pytest.raises(CannotRecordError, match=r"^aten|^tolist|^numpy|^__array__"):
         record(lambda: results.append(function(torch.ones(3))), Arena())
@@ -96,7 +96,7 @@ def test_memory_is_used_again_within_a_recording_and_by_the_next() -> None:
     assert arena.num_bytes == before
 
 
-def test_views_keep_memory_that_nothing_else_names() -> None:
+def test_views_keep_their_memory_alive() -> None:
     arena, x = Arena(), torch.arange(64.0)
 
     def function() -> list[Tensor]:

@@ -43,7 +43,7 @@ CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXED], ids=["attention", "hybrid"])
-def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_capture(
+def test_s1_3_small_batches_and_changed_lengths_replay_in_big_graphs(
     config: dict[str, object],
 ) -> None:
     twins = prefilled(Twins(config), 3, 15, 16)
@@ -93,7 +93,7 @@ def test_only_rows_that_draw_have_logits() -> None:
     twins.step(ForwardMode.DECODE, {0: 1, 1: 1, 2: 1}, silent=(1,))
 
 
-def test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone() -> None:
+def test_s1_3_a_replay_is_planned_once_and_a_planned_batch_runs_eagerly() -> None:
     twins = prefilled(Twins({**LLAMA, "num_hidden_layers": 1}), 3, 20)
     (stage,) = twins.captured
     planned = stage.attention.num_plans
@@ -141,7 +141,7 @@ def test_s1_3_a_replay_without_a_plan_of_its_own_is_refused() -> None:
         captured[1].replay(padded[1])
 
 
-def test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly() -> None:
+def test_s1_3_a_batch_planned_for_a_graph_is_not_run_eagerly() -> None:
     twins = Twins({**LLAMA, "num_hidden_layers": 1})
     (stage,) = twins.captured
     batch = pad_batch(decode_batch(twins, 0), GraphBucket(ForwardMode.DECODE, 2))
@@ -204,7 +204,7 @@ class TwoWindows:
         return x
 
 
-def test_s1_3_two_windows_are_two_wrappers_and_both_are_planned_before_each_replay() -> None:
+def test_s1_3_both_window_wrappers_are_planned_before_each_replay() -> None:
     """The case where other engines planned one of several wrappers: right in row 0 and wrong from
     row 1 on."""
     bucket = GraphBucket(ForwardMode.DECODE, 3)

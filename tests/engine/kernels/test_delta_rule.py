@@ -184,7 +184,7 @@ def test_later_tokens_change_no_bit_of_earlier_ones(count: int, num_decays: int)
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_node_of_a_tree_has_the_bits_of_its_path_drawn(threads: int, dtype: torch.dtype) -> None:
+def test_a_tree_node_has_the_bits_of_its_path_decoded(threads: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)
     shape: Shape = (2, 6, 24, 100, 24 if threads % 2 else 1)
     parents = [-1, 0, 0, 1, -1, 4, 2]
@@ -214,7 +214,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_drawn(threads: int, dtype: to
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("channels", "kernel"), [(1, 2), (24, 4), (300, 4), (520, 3)])
-def test_convolution_is_the_definition_whatever_the_cut(
+def test_convolution_equals_the_definition_for_any_chunks(
     dtype: torch.dtype, channels: int, kernel: int
 ) -> None:
     generator = torch.Generator().manual_seed(channels)

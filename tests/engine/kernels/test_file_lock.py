@@ -36,7 +36,7 @@ def test_another_process_has_to_wait_and_then_goes_on_without(tmp_path: Path) ->
         assert held
 
 
-def test_what_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_opened_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for path in (tmp_path / "absent" / "lock", tmp_path / "link"):
         with alone(path, 0, timeout_s=60) as held:

@@ -48,7 +48,7 @@ def test_decays_and_strengths(
         assert torch.equal(alone[1][0], strength[token])
 
 
-def test_the_ends_of_softplus_and_what_is_no_number() -> None:
+def test_the_ends_of_softplus_and_nan() -> None:
     step = torch.tensor([[float("nan"), float("inf"), -float("inf"), 100.0, -200.0, 0.0]])
     decay, strength = delta_gates(step, step, torch.ones(6), torch.zeros(6), Team())
     assert decay[0, 0].isnan()

@@ -136,7 +136,7 @@ def test_a_rows_bits_depend_on_the_row_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+def test_nan_stays_nan(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 8, dtype=dtype)
     x[0, 3], x[1, 3] = float("nan"), float("inf")
     out = rms_norm(x, torch.ones(8, dtype=dtype), 1e-6, Team(), rounds_first=True)
@@ -150,9 +150,7 @@ def test_tokens_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.long)])
-def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(
-    tmp_path: Path, size: str
-) -> None:
+def test_compiled_and_cached_kernels_give_the_same_bits(tmp_path: Path, size: str) -> None:
     outputs, kept = [], []
     for _ in range(2):
         run = subprocess.run(

@@ -61,7 +61,7 @@ def test_the_bits_are_the_described_ones(dtype: torch.dtype, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_follows_is_as_for_other_products(dtype: torch.dtype) -> None:
+def test_epilogues_are_as_for_other_products(dtype: torch.dtype) -> None:
     weight, up, bias = (
         draw(40, 96, dtype=dtype),
         draw(40, 96, dtype=dtype, seed=1),
@@ -146,7 +146,7 @@ def test_parts_of_the_terms_add_up_to_the_whole_sum(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
+def test_nan_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
     weight, x = draw(40, 24, dtype=dtype), draw(13, 24, dtype=dtype, seed=1)
     expected = packed(weight).multiply(x)
     x[4, 2], x[5, 3], weight[17, 3] = float("nan"), float("-inf"), float("inf")
@@ -167,7 +167,7 @@ def test_the_least_and_the_highest_magnitudes(dtype: torch.dtype) -> None:
     assert packed(weight * 2.0**-20).multiply(x[2:]).isfinite().all()
 
 
-def test_nothing_to_multiply_and_what_does_not_fit() -> None:
+def test_empty_and_mismatched_operands() -> None:
     assert packed(draw(24, 16)).multiply(draw(0, 16)).shape == (0, 24)
     assert packed(draw(0, 16)).multiply(draw(3, 16)).shape == (3, 0)
     with pytest.raises(InternalError, match="beside up"):

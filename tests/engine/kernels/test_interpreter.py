@@ -6,5 +6,5 @@ import torch
 from tests.conftest import has_gpu
 
 
-def test_the_interpreter_is_chosen_where_torch_sees_no_device() -> None:
+def test_the_interpreter_is_chosen_without_a_device() -> None:
     assert has_gpu() is torch.cuda.is_available()

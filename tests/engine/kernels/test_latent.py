@@ -11,7 +11,7 @@ SCALE = 0.17
 
 @pytest.mark.parametrize(("heads", "latent", "rope"), [(5, 24, 8), (16, 32, 16), (20, 16, 4)])
 @pytest.mark.parametrize("num_keys", [1, 32, 70])
-def test_each_token_attends_to_what_it_lists(
+def test_each_token_attends_to_its_listed_keys(
     heads: int, latent: int, rope: int, num_keys: int
 ) -> None:
     generator = torch.Generator().manual_seed(num_keys)

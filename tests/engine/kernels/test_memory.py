@@ -41,7 +41,7 @@ def print_bits() -> None:
     )
 
 
-def test_no_kernel_reads_what_it_did_not_write_or_writes_what_is_no_longer_its_own() -> None:
+def test_kernels_read_no_uninitialized_and_write_no_freed_memory() -> None:
     """glibc fills what is freed with one byte and what it hands out with another: here NaN and 0,
     there the like of 1e-38 and 3e38. All memory is its heap's."""
     command, outputs = (

@@ -91,7 +91,7 @@ def test_the_order_of_sums_is_the_described_one(dtype: torch.dtype, shape: tuple
     assert torch.equal(packed(weight).multiply(x, out_dtype=torch.float32), described)
 
 
-def test_what_is_added_behind_each_segment_makes_the_tree() -> None:
+def test_partial_sums_of_segments_form_a_tree() -> None:
     places, after = ["", "", ""], []
     for segment in range(8):
         num_earlier, place = earlier_sums.py_func(segment)
@@ -140,9 +140,7 @@ def test_rows_and_residuals_may_be_parts_of_wider_ones(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("num_terms", "num_columns"), [(63, 40), (64, 33)])
-def test_nothing_beside_the_operands_is_read(
-    dtype: torch.dtype, num_terms: int, num_columns: int
-) -> None:
+def test_only_the_operands_are_read(dtype: torch.dtype, num_terms: int, num_columns: int) -> None:
     """NaN stands before and behind every row of x and of the weight, and all over where the result
     goes."""
 
@@ -157,7 +155,7 @@ def test_nothing_beside_the_operands_is_read(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
+def test_nan_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
     weight, x = draw(40, 24, dtype=dtype), draw(13, 24, dtype=dtype, seed=1)
     expected = packed(weight).multiply(x)
     x[4], weight[17, 3] = float("nan"), float("inf")
@@ -190,7 +188,7 @@ def test_a_matrix_for_each_head(
 @pytest.mark.parametrize(
     ("first", "is_copied"), [(0, False), (1, True), (16, False), (63, False), (65, True)]
 )
-def test_rows_that_lie_apart_have_the_bits_of_a_copy(first: int, is_copied: bool) -> None:  # noqa: FBT001
+def test_strided_rows_have_the_bits_of_a_copy(first: int, is_copied: bool) -> None:  # noqa: FBT001
     """100 of 112 rows. Those behind a slice's last, up to a multiple of 16, are read with it: where
     the memory ends before them it is copied."""
     weight, rows = (
@@ -222,7 +220,7 @@ def test_nothing_to_multiply(dtype: torch.dtype) -> None:
     )
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_operands_are_refused() -> None:
     weight = packed(draw(24, 16))
     with pytest.raises(InternalError, match="15"):
         weight.multiply(draw(2, 15))

@@ -148,7 +148,7 @@ def truth(
     window=st.sampled_from([NO_WINDOW, 0, 7, 63, 64, 100]),
     rows=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 45)), min_size=1, max_size=4),
 )
-def test_it_computes_the_definition_from_what_is_written_alone(
+def test_it_computes_the_definition_from_written_keys_alone(
     dtype: torch.dtype,
     page_size: int,
     num_kv_heads: int,
@@ -308,7 +308,7 @@ def test_few_rows_have_the_bits_of_packed_keys(
     assert torch.equal(few, packed)
 
 
-def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(
+def test_infinite_values_of_few_rows_equal_those_of_packed_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An odd number of keys, of which the last has an infinite value: it counts once."""
@@ -339,20 +339,20 @@ def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(
         (0, 8, 0, 32, 2, 1),
     ],
 )
-def test_an_item_of_few_rows_has_as_many_heads_as_leave_work_for_all_threads(
+def test_items_of_few_rows_leave_work_for_all_threads(
     num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int, heads: int
 ) -> None:
     assert heads_of_item(num_tiles, num_kv_heads, tile_rows, most, num_threads) == heads
 
 
-def test_few_rows_have_a_kernel_where_the_cpu_multiplies_pairs_or_has_a_matrix_unit() -> None:
+def test_few_rows_need_pair_products_or_a_matrix_unit() -> None:
     assert most_rows(torch.bfloat16, 64, tiled=False) == (8 if has_pair_products() else 0)
     assert most_rows(torch.bfloat16, 64, tiled=True) == 16
     assert most_rows(torch.bfloat16, 80, tiled=True) == 0
     assert most_rows(torch.float32, 64, tiled=False) == 0
 
 
-def test_keys_behind_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> None:
+def test_keys_after_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> None:
     """A token in a tile with later ones, whose values are as large as the type allows."""
     plan = rows_of([20], [60], 16, tile=60)
     pages = drawn(plan.tables.numel() + 1, 2, 1, 16, 32, dtype=dtype, seed=1)
@@ -363,13 +363,13 @@ def test_keys_behind_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> Non
     assert torch.equal(attend_in_place(pages, queries, plan, 0.2, Team())[:30], out[:30])
 
 
-def test_what_was_not_computed_is_an_error_and_no_answer() -> None:
+def test_an_uncomputed_output_is_an_error() -> None:
     pages, queries = torch.zeros(3, 2, 2, 16, 8), torch.zeros(2, 2, 8)
     with pytest.raises(InternalError, match="a kernel ended after 0 of 4 parts"):
         attend_in_place(pages, queries, rows_of([3, 5], [1, 1], 16), 1.0, Idle())
 
 
-def test_threads_that_attend_at_the_same_time_write_no_memory_of_each_other() -> None:
+def test_concurrent_attention_threads_share_no_memory() -> None:
     """As the stages of several pools in one process do. One heap for all threads, so that what one
     frees too early is another's at once."""
     child = subprocess.run(

@@ -93,7 +93,7 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Kernel], int,
     return prepared
 
 
-def test_one_that_another_process_compiles_waits_until_nothing_else_is_left() -> None:
+def test_a_kernel_locked_by_another_process_is_waited_for_last() -> None:
     calls: list[str] = []
     compile_ahead(
         [
@@ -107,7 +107,7 @@ def test_one_that_another_process_compiles_waits_until_nothing_else_is_left() ->
     )
 
 
-def test_those_that_free_themselves_meanwhile_are_taken_before_another_wait() -> None:
+def test_kernels_unlocked_meanwhile_are_loaded_before_another_wait() -> None:
     calls: list[str] = []
     compile_ahead(
         [scripted("a", calls, LOCKED, LOCKED, THERE), scripted("b", calls, LOCKED, LOCKED, THERE)]
@@ -119,7 +119,7 @@ def test_those_that_free_themselves_meanwhile_are_taken_before_another_wait() ->
     ("cores", "room", "begin"),
     [(1, 99, []), (2, 99, ["1,2,0"]), (8, 99, ["1,2,0", "2,0,1"]), (8, 2, ["1,2,0"]), (8, 0, [])],
 )
-def test_helpers_are_as_many_as_cores_kernels_and_memory_allow_and_none_is_left(
+def test_helpers_are_bounded_by_cores_kernels_and_memory_and_all_end(
     helpers: Callable[..., list[str]], cores: int, room: int, begin: list[str]
 ) -> None:
     every = [scripted(name, [], MISSING, THERE) for name in "abc"]
@@ -148,7 +148,7 @@ def test_how_many_are_there_is_reported_from_the_first_to_the_last(
     assert not reports
 
 
-def test_what_is_kept_or_locked_starts_no_helpers(helpers: Callable[..., list[str]]) -> None:
+def test_cached_and_locked_kernels_start_no_helpers(helpers: Callable[..., list[str]]) -> None:
     every = [
         scripted("a", [], THERE),
         scripted("b", [], LOCKED, THERE),
@@ -170,7 +170,7 @@ def test_a_failure_leaves_no_helper(helpers: Callable[..., list[str]]) -> None:
     assert log == ["1,0", "killed", "gone"]
 
 
-def test_attempts_neither_wait_nor_compile_what_they_should_not(
+def test_attempts_neither_wait_nor_compile_beyond_their_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
@@ -203,7 +203,7 @@ def test_attempts_neither_wait_nor_compile_what_they_should_not(
     assert load(Attempt.WAIT).cache_hits == 1  # type: ignore[attr-defined]
 
 
-def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(
+def test_without_a_cache_folder_a_process_compiles_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     really = numba.cfunc
@@ -223,7 +223,7 @@ def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(
         assert compile_kernel(work, record(), "counting").address
 
 
-def test_where_nothing_can_be_kept_one_warning_names_the_way_out(
+def test_without_a_cache_folder_one_warning_names_the_remedy(
     helpers: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -242,14 +242,16 @@ def test_where_nothing_can_be_kept_one_warning_names_the_way_out(
     assert (calls, log) == (["a", "b", "a", "b"], [])
 
 
-def test_kernels_are_kept_where_numba_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_cached_in_numbas_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     folder = compiled.kept_in()
     assert folder is not None
     assert folder.is_relative_to(tmp_path)
 
 
-def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
+def test_a_helper_compiles_the_requested_kernels(tmp_path: Path) -> None:
     wanted = [
         Kernel(packing.compiled),
         Kernel(norm_rope.norm_for, (torch.float32, torch.float32, False)),
@@ -275,7 +277,7 @@ def test_those_of_a_model_are_among_all() -> None:
     assert not list(kernels_of(ModelNeeds(torch.float16, reads_prompts=True, attends=True)))
 
 
-def test_what_one_process_has_compiled_others_find() -> None:
+def test_kernels_compiled_by_one_process_are_found_by_others() -> None:
     for kernel in kernels():
         kernel.load()
     found = subprocess.run(

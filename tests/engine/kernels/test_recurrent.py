@@ -82,7 +82,7 @@ def test_slots_of_others_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("context", [0, 66])
-def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed(
+def test_tree_nodes_continue_their_parent_and_the_kept_one_is_committed(
     context: int,
 ) -> None:
     """Each path through the tree is a sequence of its own to the definition."""
@@ -133,7 +133,7 @@ def along(prompt: Tokens, context: int, path: tuple[int, ...]) -> Tokens:
 
 
 @pytest.mark.parametrize("scratch", [0, 2])
-def test_a_tree_of_somebody_needs_a_record_of_its_own(scratch: int) -> None:
+def test_each_tree_needs_its_own_record(scratch: int) -> None:
     """The null record is for padding; two requests in it would go on from each other's states."""
     recurrent, _, _ = backend(max_nodes=8)
     batch = make_batch(

@@ -28,7 +28,7 @@ def test_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 3, 8), (33, 5, 16)])
-def test_copies_of_rows_that_lie_apart(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_copies_of_strided_rows(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     whole = torch.randn(shape[0], shape[1] + 4, shape[2]).to(dtype)
     rows = whole[:, 2 : 2 + shape[1]]
     copy = copy_rows(rows, Team())
@@ -81,7 +81,7 @@ def test_rows_that_a_table_does_not_have_are_refused(index: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 736, 1000])
-def test_the_largest_of_a_row_is_what_torch_finds(width: int) -> None:
+def test_the_largest_of_a_row_equals_torch(width: int) -> None:
     rows = torch.randn(20, width)
     rows[1], rows[2] = 3.0, -torch.inf
     rows[3, width // 2 :], rows[4, width // 3] = 9.0, torch.nan

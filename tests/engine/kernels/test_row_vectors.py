@@ -16,7 +16,7 @@ def opened_in_place(x: NDArray[np.float32], other: NDArray[np.float32]) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 4001])
-def test_a_row_is_opened_as_the_formula_says(count: int) -> None:
+def test_a_row_is_computed_by_the_formula(count: int) -> None:
     x = np.linspace(-80, 200, count, dtype=np.float32)
     other, wide = np.linspace(3, -2, count, dtype=np.float32), x.astype(np.float64)
     opened, behind = np.append(x, np.float32(7)), np.append(other, np.float32(7))

@@ -78,7 +78,7 @@ def test_tokens_are_those_of_numpy(vocab_size: int, spread: float, rule: dict[st
     st.sampled_from([0.0, 0.013, 0.37]),
     st.sampled_from([0.3, 1.0, 1.7]),
 )
-def test_what_passes_the_filters_is_drawn_by_its_share_and_nothing_else(
+def test_only_tokens_that_pass_the_filters_are_sampled_by_their_share(
     logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     """At the middle of each token's share, and at both ends of the interval."""
@@ -109,7 +109,7 @@ def test_of_equal_weights_as_many_pass_as_hold_the_share(top_p: float) -> None:
     assert set(drawn(torch.zeros(len(rules), 64), rules)) == set(range(int(64 * top_p)))
 
 
-def test_what_is_minus_infinity_is_not_drawn() -> None:
+def test_minus_infinity_is_never_sampled() -> None:
     logits = torch.full((500, 300), float("-inf"))
     logits[:, [5, 77, 299]] = torch.tensor([0.0, 1.0, -700.0])
     rules = [

@@ -132,7 +132,7 @@ def test_a_pool_of_only_the_null_page_grants_nothing() -> None:
         PageAllocator(1).alloc(1, owner="a")
 
 
-def test_a_refusal_says_who_wanted_what_and_takes_nothing() -> None:
+def test_a_refusal_names_owner_and_size_and_takes_nothing() -> None:
     pages = PageAllocator(5, name="draft pages")
     pages.alloc(3, owner="a")
     with pytest.raises(CapacityError, match="b needs 2 draft pages, 1 of 4 are free") as caught:
@@ -300,7 +300,7 @@ def test_books_of_a_balanced_pool() -> None:
     )
 
 
-def test_a_lease_whose_owner_is_gone_is_a_leak_with_a_name() -> None:
+def test_a_lease_without_an_owner_is_a_named_leak() -> None:
     pages = PageAllocator(10)
     pages.alloc(2, owner="request a")
     pages.alloc(3, owner="request b")

@@ -46,7 +46,7 @@ def partition_of(size: int, num_layers: int = 60, counts: str | None = None) -> 
         (7, [2, 2, 2, 2, 2, 2, 3], [6, 6, 6, 7, 7, 7, 6]),
     ],
 )
-def test_s4_1_what_each_stage_pays(size: int, full: list[int], linear: list[int]) -> None:
+def test_s4_1_memory_of_each_stage(size: int, full: list[int], linear: list[int]) -> None:
     costs = stage_costs(specs_of(), partition_of(size))
     assert [cost.page_bytes for cost in costs] == [n * PAGE for n in full]
     assert [cost.slot_bytes for cost in costs] == [n * (CONV + STATE) for n in linear]
@@ -136,7 +136,7 @@ def test_s4_2_the_budget_holds_on_every_stage_and_one_more_page_does_not(
     assert max(one_more) > budget_bytes or budget.num_pages == 1 + num_requests * 16
 
 
-def test_states_of_trees_are_kept_for_the_requests_that_run_not_for_all_that_hold_memory() -> None:
+def test_tree_states_are_budgeted_for_running_requests_only() -> None:
     """Qwen3.5-9B as published: 24 of 32 layers are recurrent, with 32 heads of 128 x 128 in fp32
     and a convolution over three past inputs of (2 * 16 + 32) * 128 channels in bf16; 8 attend with
     4 key heads of 256. 16 run, 48 hold memory.

@@ -43,5 +43,5 @@ def faults_of_a_step(*arguments: str) -> int:
     return int(child.stdout)
 
 
-def test_a_step_takes_what_the_one_before_has_freed() -> None:
+def test_a_step_reuses_memory_freed_by_the_one_before() -> None:
     assert faults_of_a_step("keeps") < 10 < 100 < faults_of_a_step()

@@ -88,7 +88,7 @@ def test_s4_1_stage_bytes_sum_to_the_whole(size: int) -> None:
 
 
 @pytest.mark.parametrize("layer_id", [-1, 0, 1, 5, 7])
-def test_s4_4_a_foreign_layer_is_named_with_the_stage_range(layer_id: int) -> None:
+def test_s4_4_a_layer_of_another_stage_is_named_with_the_range(layer_id: int) -> None:
     pools = build(LayerRange(2, 5))
     with pytest.raises(
         InternalError, match=f"layer {layer_id} is not on this stage, which has layers 2-5"
@@ -233,6 +233,6 @@ def test_bytes_are_for_host_memory_only() -> None:
         pools.view(0, CacheKind.KV, 0, 1)
 
 
-def test_pools_are_what_the_transfer_plane_asks_for() -> None:
+def test_pools_match_the_transfer_layout() -> None:
     memory: PoolMemory = build(LayerRange(2, 5))
     assert memory.geometry.layers == LayerRange(2, 5)

@@ -141,7 +141,7 @@ def kept(pages: PageAllocator, count: int) -> list[int]:
         return lease.page_ids
 
 
-def test_what_is_kept_outlives_its_request_and_counts_as_available() -> None:
+def test_cached_pages_outlive_their_request_and_count_as_available() -> None:
     pages = PageAllocator(6)
     kept(pages, 3)
     assert (pages.num_free, pages.num_available) == (2, 5)
@@ -151,7 +151,7 @@ def test_what_is_kept_outlives_its_request_and_counts_as_available() -> None:
     )
 
 
-def test_cached_pages_are_given_up_for_a_lease_and_no_more_of_them_than_it_needs() -> None:
+def test_a_lease_evicts_only_as_many_cached_pages_as_it_needs() -> None:
     pages = PageAllocator(6)
     cached = kept(pages, 3)
     pages.ledger.serve(lambda count: cached[:count])
@@ -160,7 +160,7 @@ def test_cached_pages_are_given_up_for_a_lease_and_no_more_of_them_than_it_needs
     assert pages.ledger.kept_ids() == {cached[2]}
 
 
-def test_a_lease_that_cannot_be_granted_evicts_nothing_and_lets_its_shared_pages_go() -> None:
+def test_a_refused_lease_evicts_nothing_and_releases_its_shared_pages() -> None:
     pages = PageAllocator(6)
     cached = kept(pages, 3)
     pages.ledger.serve(lambda count: pytest.fail("evicted for nothing"))
@@ -194,14 +194,14 @@ def test_two_readers_outlive_the_cache_and_the_writer() -> None:
 
 
 @pytest.mark.parametrize("ids", [[1], [2]])
-def test_only_what_is_under_a_lease_and_not_kept_can_be_kept(ids: list[int]) -> None:
+def test_only_leased_uncached_pages_can_be_cached(ids: list[int]) -> None:
     pages = PageAllocator(4)
     assert kept(pages, 1) == [1]
     with pytest.raises(InternalError, match="cannot be kept"):
         pages.ledger.keep(ids)
 
 
-def test_only_what_is_kept_can_be_shared() -> None:
+def test_only_cached_pages_can_be_shared() -> None:
     pages = PageAllocator(4)
     lease = pages.alloc(1, owner="a")
     with pytest.raises(InternalError, match="b shares pages 1, which no cache keeps"):

@@ -147,7 +147,7 @@ def test_the_loop_prepares_a_step_while_one_computes(stages: list[AheadStage]) -
     assert scheduler.log == ["result 1 ok", "result 2 ok", "result 3 ok"]
 
 
-def test_rows_get_the_token_that_their_request_has_drawn(stages: list[AheadStage]) -> None:
+def test_rows_get_the_token_sampled_for_their_request(stages: list[AheadStage]) -> None:
     script = Script()
     stage = ahead(stages, script)
     for batch in (
@@ -161,7 +161,7 @@ def test_rows_get_the_token_that_their_request_has_drawn(stages: list[AheadStage
     assert script.seen == [[7, 8, 9], [102, 6, 100], [202]]
 
 
-def test_a_row_that_draws_nothing_gives_no_token() -> None:
+def test_a_row_without_sampling_gives_no_token() -> None:
     batch = step((1, 7), (2, 8))
     batch.sampling = (None, DRAWS)
     assert sampled_tokens(batch, StepResult(0, [SampledToken(42)])) == {2: 42}
@@ -187,7 +187,7 @@ def test_a_failed_step_leaves_its_followers_a_token_of_the_vocabulary(
     assert script.seen[1] == [0, 8]
 
 
-def test_what_breaks_the_stage_breaks_the_pipeline(stages: list[AheadStage]) -> None:
+def test_a_broken_stage_breaks_the_pipeline(stages: list[AheadStage]) -> None:
     def break_down() -> None:
         raise PeerLostError("gone")
 
@@ -197,7 +197,7 @@ def test_what_breaks_the_stage_breaks_the_pipeline(stages: list[AheadStage]) -> 
         stage.collect(WAIT_S)
 
 
-def test_a_wait_ends_early_where_it_is_woken_and_in_time_where_not(
+def test_a_wait_ends_early_if_woken_and_in_time_otherwise(
     stages: list[AheadStage],
 ) -> None:
     stage = ahead(stages, Script())
@@ -266,7 +266,7 @@ def test_s1_7_a_plan_made_ahead_for_another_batch_is_refused(
     assert "planned" in str(error)
 
 
-def test_a_batch_that_cannot_be_planned_fails_where_it_runs_and_the_next_goes_on(
+def test_a_batch_that_cannot_be_planned_fails_and_the_next_one_runs(
     stages: list[AheadStage],
 ) -> None:
     runs, _, _ = executor()
@@ -280,7 +280,7 @@ def test_a_batch_that_cannot_be_planned_fails_where_it_runs_and_the_next_goes_on
     assert result(stage).error is None
 
 
-def test_a_device_plans_behind_the_batch_that_runs() -> None:
+def test_a_device_plans_after_the_running_batch() -> None:
     """What it planned lies in buffers that the running batch reads."""
     stage, attention, _ = executor()
     stage._device = torch.device("cuda")

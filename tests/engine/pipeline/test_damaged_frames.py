@@ -74,9 +74,7 @@ def noisy(sender: int, damaged: int, bit: int) -> list[NoisyChannel]:
 
 @pytest.mark.parametrize("bit", [3, 75, 250, 2000, 2900, -1], ids=str)
 @pytest.mark.parametrize("sender", [0, 1])
-def test_a_flipped_bit_gives_no_wrong_token_and_the_request_may_be_sent_again(
-    sender: int, bit: int
-) -> None:
+def test_a_flipped_bit_gives_no_wrong_token_and_a_retryable_error(sender: int, bit: int) -> None:
     description = tiny(QWEN3)
     with local_pool(description, 2) as pool:
         (expected,) = pool.generate([REQUEST])

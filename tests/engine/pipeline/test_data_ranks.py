@@ -78,7 +78,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_s3_1_one_data_rank_runs_what_it_has_and_counts_it(kind: str) -> None:
+def test_s3_1_one_data_rank_runs_its_rows_and_counts_them(kind: str) -> None:
     given = own(kind)
     (found,) = plan_step([given])
     assert found is given, "never another, so never an idle one"
@@ -88,7 +88,7 @@ def test_s3_1_one_data_rank_runs_what_it_has_and_counts_it(kind: str) -> None:
 
 @pytest.mark.parametrize("peer", ["none", "prebuilt", "idle"])
 @pytest.mark.parametrize("kind", ALONE)
-def test_s3_1_beside_a_rank_without_tokens(kind: str, peer: str) -> None:
+def test_s3_1_with_a_rank_without_tokens(kind: str, peer: str) -> None:
     has_tokens = SHARES[kind][0] > 0
     step = plan_step([own(kind), own(peer)])
     assert shown(step) == [ALONE[kind], (BESIDE_TOKENS if has_tokens else ALONE)[peer]]
@@ -97,7 +97,7 @@ def test_s3_1_beside_a_rank_without_tokens(kind: str, peer: str) -> None:
 
 @pytest.mark.parametrize("peer", ["decode", "extend", "verify"])
 @pytest.mark.parametrize("kind", ALONE)
-def test_s3_1_beside_a_rank_with_tokens(kind: str, peer: str) -> None:
+def test_s3_1_with_a_rank_with_tokens(kind: str, peer: str) -> None:
     given = own(kind)
     step = plan_step([given, own(peer), None])
     assert shown(step) == [BESIDE_TOKENS[kind], ALONE[peer], "idle"]
@@ -112,7 +112,7 @@ def test_s3_1_beside_a_rank_with_tokens(kind: str, peer: str) -> None:
 @pytest.mark.parametrize(
     ("counts", "padded"), [([5, 7], [8, 8]), ([7, 4], [8, 4]), ([0, 5], [0, 8])], ids=str
 )
-def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(
+def test_s3_2_rows_are_padded_to_a_multiple_of_attention_ranks_and_trimmed(
     counts: list[int], padded: list[int]
 ) -> None:
     assert [rows_per_rank(count, 4) * 4 for count in counts] == padded
@@ -139,7 +139,7 @@ def prompts() -> list[Request]:
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(4, 1), (4, 2)])
-def test_s3_2_a_running_pool_pads_rows_where_data_ranks_gather_them(
+def test_s3_2_a_running_pool_pads_rows_that_data_ranks_gather(
     monkeypatch: pytest.MonkeyPatch, tp: int, dp: int
 ) -> None:
     """All ranks of one data rank have all rows behind attention: there nothing is gathered, and so
@@ -202,7 +202,7 @@ def test_s3_3_one_data_rank_without_a_batch_runs_nothing() -> None:
     assert plan_step([None]) == (None,)
 
 
-def test_s3_4_ranks_are_idle_where_another_has_tokens_and_nowhere_else() -> None:
+def test_s3_4_ranks_run_idle_only_if_another_has_tokens() -> None:
     assert shown(plan_step([own("decode"), None])) == ["decode", "idle"]
     assert plan_step([None, None]) == (None, None)
     assert shown(plan_step([None, own("prebuilt")])) == ["-", "prebuilt"], "nobody has a forward"
@@ -255,13 +255,13 @@ def test_s3_6_rows_of_a_step_that_was_not_planned_are_refused() -> None:
                 ranks.gather_rows(torch.zeros(2, 3), counts)
 
 
-def test_s3_6_whatever_changes_a_batch_loses_the_shares() -> None:
+def test_s3_6_changing_a_batch_drops_the_shares() -> None:
     step = plan_step([batch(ForwardMode.DECODE, 1, 1), None])
     assert step[0] is not None
     assert step[0].filter([0]).shares == ()
 
 
-def test_s3_7_graphs_are_refused_where_ranks_share_a_stage() -> None:
+def test_s3_7_graphs_are_refused_if_ranks_share_a_stage() -> None:
     """So no rank replays a graph while another runs kernel by kernel, and there is nothing to vote
     on."""
     config = WorkerConfig.model_validate(

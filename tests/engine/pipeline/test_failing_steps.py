@@ -33,7 +33,7 @@ def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(
 
 
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_what_the_last_stage_cannot_finish_ends_its_request_alone(
+def test_a_failure_in_the_last_stage_ends_its_request_alone(
     size: int, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [KeyError("a bug")]

@@ -180,7 +180,7 @@ def test_result_survives_the_wire(
 
 
 @given(st.lists(st.builds(Verified, st.lists(st.integers(0, 31), min_size=1).map(tuple), TREES)))
-def test_what_was_verified_survives_the_wire(verified: list[Verified]) -> None:
+def test_verified_tokens_survive_the_wire(verified: list[Verified]) -> None:
     tokens = [SampledToken(node) for row in verified for node in row.accepted]
     assert records.unpack_result(records.pack_result(9, tokens, verified)) == records.StageResult(
         tokens, verified, []
@@ -192,7 +192,7 @@ def test_errors_survive_the_wire(text: str) -> None:
     assert records.unpack_error(records.pack_error(9, text)) == text
 
 
-def test_an_error_is_cut_where_it_is_too_long() -> None:
+def test_a_long_error_is_truncated() -> None:
     assert (
         records.unpack_error(records.pack_error(9, "x" * 10_000)) == "x" * records.MAX_ERROR_BYTES
     )

@@ -157,7 +157,7 @@ def test_an_exchange_may_begin_while_another_is_under_way(
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_one_half_raises_ends_both(which: int) -> None:
+def test_an_error_of_one_half_ends_both(which: int) -> None:
     overlap, went_on = Overlap(2), []
 
     def half(place: int) -> StageOutput:

@@ -118,7 +118,7 @@ def test_shares_come_each_by_itself_and_the_own_one_is_not_copied(ranks_of: Grou
     ]
 
 
-def test_rows_are_completed_where_they_lie(ranks_of: GroupMaker) -> None:
+def test_rows_are_completed_in_place(ranks_of: GroupMaker) -> None:
     counts = [2, 0, 1, 3]
 
     def step(ranks: StageRanks) -> list[int]:
@@ -131,7 +131,7 @@ def test_rows_are_completed_where_they_lie(ranks_of: GroupMaker) -> None:
     assert together(ranks_of(4), [step] * 4) == [[0, 0, 2, 3, 3, 3]] * 4
 
 
-def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(
+def test_a_failing_rank_fails_the_batch_on_all_and_the_next_one_runs(
     ranks_of: GroupMaker,
 ) -> None:
     group = ranks_of(4)
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(
     assert together(group, [next_one] * 4) == [4, 4, 4, 4]
 
 
-def test_ranks_that_fail_all_at_once_fail_the_next_batches_as_well_as_the_first(
+def test_ranks_can_fail_together_in_consecutive_batches(
     ranks_of: GroupMaker,
 ) -> None:
     """What nobody reads of a batch that failed does not stand in the way of the next ones."""
@@ -208,7 +208,7 @@ def test_a_wait_ends_when_the_pool_is_broken(ranks_of: GroupMaker) -> None:
     timer.join()
 
 
-def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
+def test_an_unexpected_part_breaks_the_pool(ranks_of: GroupMaker) -> None:
     def before(ranks: StageRanks) -> None:
         with ranks.step(1):
             ranks.collect(torch.ones(1, 1), [1], [1, 1])

@@ -116,7 +116,7 @@ def test_tensors_for_another_than_the_next_stage_are_refused() -> None:
         Stage(HandLink()).channel.send(0, Packet(b"", (torch.zeros(1),)), timeout_s=1.0)
 
 
-def test_what_is_under_way_is_bounded_and_runs_into_the_deadline() -> None:
+def test_transfers_in_flight_are_bounded_and_time_out() -> None:
     stage, packet = Stage(HandLink(outcome=False)), Packet(b"", (torch.zeros(1),))
     for _ in range(MAX_MESSAGES_UNDER_WAY):
         stage.channel.send(2, packet, timeout_s=0.1)
@@ -143,7 +143,7 @@ def test_tensors_that_do_not_follow_their_frame_are_a_lost_stage() -> None:
     assert stage.link.is_aborted
 
 
-def test_where_steps_are_long_by_nature_tensors_are_waited_for_longer() -> None:
+def test_long_steps_extend_the_timeout_of_tensors() -> None:
     """A device sends them when it has computed them, which the frame does not wait for."""
     stage = Stage(HandLink(outcome=True, takes_s=0.2), message_timeout_s=0.1)
     stage.announce(torch.zeros(3))
@@ -190,7 +190,7 @@ def test_an_announcement_over_the_limit_takes_no_memory() -> None:
         stage.channel.receive(0, timeout_s=0.1)
 
 
-def test_closing_ends_what_is_under_way() -> None:
+def test_closing_ends_transfers_in_flight() -> None:
     stage = Stage(HandLink(outcome=False))
     stage.channel.send(2, Packet(b"", (torch.zeros(1),)), timeout_s=0.1)
     stage.channel.close()

@@ -83,13 +83,11 @@ def after(grammars: Grammars, grammar: Grammar, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"), [("", "ab"), ("a", "ab"), ("ab", "12"), ("ab1", "$12"), ("b", "12")]
 )
-def test_what_may_follow_is_what_the_expression_says(
-    grammars: Grammars, text: str, expected: str
-) -> None:
+def test_allowed_tokens_follow_the_expression(grammars: Grammars, text: str, expected: str) -> None:
     assert after(grammars, regex("a*b[12]+"), text) == expected
 
 
-def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
+def test_a_schema_allows_completing_tokens(grammars: Grammars) -> None:
     schema = Grammar.of(
         GrammarKind.JSON_SCHEMA,
         '{"enum": ["xy", 7, null], "x-guidance": {"whitespace_flexible": false}}',
@@ -126,7 +124,7 @@ def test_a_schema_can_do_without_whitespace(grammars: Grammars) -> None:
 @pytest.mark.parametrize(
     "path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")]
 )
-def test_a_text_that_stood_elsewhere_says_the_same(
+def test_a_matcher_moved_back_and_forth_allows_the_same_tokens(
     grammars: Grammars, path: tuple[str, ...]
 ) -> None:
     """Back and forth, as when drafted tokens were not accepted or a request is replayed."""
@@ -175,7 +173,7 @@ def test_every_sample_matches(grammars: Grammars, seed: int) -> None:
     assert re.fullmatch(pattern, generate(grammars, regex(pattern), seed))
 
 
-def test_draws_are_those_of_the_distribution_cut_to_what_is_allowed(grammars: Grammars) -> None:
+def test_samples_follow_the_distribution_masked_by_the_grammar(grammars: Grammars) -> None:
     """Banning every other token by hand gives the same token and the same logprobs."""
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     allowed = {ord("x"), ord("y"), ord("z")}
@@ -244,14 +242,14 @@ def test_an_end_that_was_only_drafted_changes_nothing(
     text.close()
 
 
-def test_rows_without_a_grammar_are_drawn_as_ever(grammars: Grammars) -> None:
+def test_rows_without_a_grammar_are_sampled_as_before(grammars: Grammars) -> None:
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
     free = SamplingRow(SamplingParams(temperature=0), position=0)
     mixed = GuidedSampler(grammars)(logits, [free, row(regex("q"), 0)])
     assert mixed == [sample(logits[:1], [free])[0], SampledToken(ord("q"))]
 
 
-def test_what_follows_the_end_counts_for_nothing_and_harms_nothing(grammars: Grammars) -> None:
+def test_tokens_after_the_end_are_ignored(grammars: Grammars) -> None:
     """A draft may go on behind an end that was drawn in the same step."""
     ended = replace(
         row(regex("q"), 0),
@@ -270,7 +268,7 @@ def test_a_text_that_left_its_grammar_fails_alone(grammars: Grammars) -> None:
     assert (right.token_id, right.error) == (ord("b"), None)
 
 
-def test_masks_are_computed_beside_the_forward(
+def test_masks_are_computed_during_the_forward(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After `prepare` nothing is asked any more: neither at the root nor at the nodes that the
@@ -335,7 +333,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "text", "problem"), REFUSED, ids=map(str, range(len(REFUSED))))
-async def test_what_is_no_grammar_is_refused_by_field(
+async def test_an_invalid_grammar_is_refused_by_field(
     grammars: Grammars, kind: GrammarKind, text: str, problem: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
@@ -367,7 +365,7 @@ def test_no_step_waits_for_a_grammar_to_compile(
     grammars.close()
 
 
-async def test_what_was_checked_is_kept_until_it_is_used(
+async def test_a_checked_grammar_is_kept_until_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many others come, as far as that is bounded."""

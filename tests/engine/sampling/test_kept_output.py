@@ -30,7 +30,7 @@ PENALTIES = SamplingParams(
 
 
 @given(prompt=TOKENS, moves=st.lists(st.tuples(st.integers(0, 20), TOKENS), max_size=12))
-def test_counts_are_those_of_the_output_wherever_it_moves(
+def test_counts_follow_the_output_when_it_moves(
     prompt: list[int], moves: list[tuple[int, list[int]]]
 ) -> None:
     counts, output = TokenCounts(prompt, VOCAB), list[int]()
@@ -60,7 +60,7 @@ def logits_after(output: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_step_draws_from_changes_what_it_draws_from_the_whole(seed: int) -> None:
+def test_sampling_from_changes_equals_sampling_from_the_whole(seed: int) -> None:
     """Two requests through trees whose nodes are partly accepted; every draw equals that of a row
     that brings all."""
     rng, sampler = random.Random(seed), GuidedSampler(None)
@@ -113,7 +113,7 @@ def test_a_row_about_an_unknown_output_fails_alone() -> None:
     assert [drawn[1]] == sample(torch.zeros(1, VOCAB), [fine])
 
 
-def test_what_was_kept_for_another_leader_is_void() -> None:
+def test_output_kept_for_another_leader_is_dropped() -> None:
     sampler, logits = GuidedSampler(None), torch.zeros(1, VOCAB)
     first, second = request("a", (1, 2)), request("b", (3,))
     sampler(logits, [sampling_row(first, (4, 5), key=1, is_only=False)])
@@ -176,7 +176,7 @@ def test_frames_bring_a_prompt_once_and_each_token_once(
         assert not spy._kept, "the next batch has named those that are over"
 
 
-def test_drawing_costs_what_changed_not_what_the_context_is_long(
+def test_sampling_cost_does_not_grow_with_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counted: a step of a request with 100,000 tokens touches one of them."""

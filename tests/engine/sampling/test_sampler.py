@@ -301,7 +301,7 @@ def test_logprobs_of_equals_come_by_lower_id() -> None:
 
 
 @pytest.mark.parametrize(("num_top", "length"), [(None, None), (0, 0), (2, 2), (99, 4)])
-def test_as_many_logprobs_as_asked_for(num_top: int | None, length: int | None) -> None:
+def test_the_requested_number_of_logprobs(num_top: int | None, length: int | None) -> None:
     token = draw_one(LN, SamplingRow(SamplingParams(), 0, num_top_logprobs=num_top))
     assert (None if token.logprobs is None else len(token.logprobs.top)) == length
 
@@ -413,7 +413,7 @@ def test_a_row_is_bit_equal_in_every_batch() -> None:
     assert sample(padded, rows) == whole
 
 
-def test_greedy_rows_are_the_same_beside_other_rows() -> None:
+def test_greedy_rows_do_not_depend_on_other_rows() -> None:
     logits = torch.randn(4, 999, generator=torch.Generator().manual_seed(3))
     alone = sample(logits, [row(temperature=0)] * 4)
     mixed = sample(logits, [row(temperature=0), row(seed=1), row(temperature=0), row(seed=2)])
@@ -421,7 +421,7 @@ def test_greedy_rows_are_the_same_beside_other_rows() -> None:
     assert [token.token_id for token in alone] == logits.argmax(dim=-1).tolist()
 
 
-def test_drawing_again_draws_the_same_and_changes_nothing() -> None:
+def test_sampling_twice_gives_the_same_and_changes_nothing() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(5))
     before, rows = logits.clone(), random_rows(6, 300)
     assert sample(logits, rows) == sample(logits, rows)
@@ -494,7 +494,7 @@ def test_banning_every_token_is_an_error(temperature: float) -> None:
     assert "-inf" in drawn.problem
 
 
-def test_a_banned_token_is_never_drawn() -> None:
+def test_a_banned_token_is_never_sampled() -> None:
     rows = [SamplingRow(SamplingParams(seed=s), 0, banned_token_ids=(2,)) for s in range(300)]
     drawn = {token.token_id for token in sample(torch.tensor([[0.0, 0.0, 9.0]] * 300), rows)}
     assert drawn == {0, 1}

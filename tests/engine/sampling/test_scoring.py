@@ -27,7 +27,7 @@ def test_a_prompt_is_scored_by_the_tokens_that_follow() -> None:
     assert scoring_row(replace(request, num_prompt_logprobs=None), 0, 2) is None
 
 
-def test_rows_want_what_they_score_and_then_what_they_draw() -> None:
+def test_rows_list_scored_tokens_and_then_sampled_ones() -> None:
     rows = [row(1, 3, scores=3), row(2, 4), row(3, 3, scores=2, draws=True), row(4, 2, draws=True)]
     assert wanted_tokens(build_batch(ForwardMode.PREFILL, rows)) == [0, 1, 2, 7, 8, 9, 11]
     assert wanted_tokens(build_batch(ForwardMode.PREFILL, rows[1:2])) == []

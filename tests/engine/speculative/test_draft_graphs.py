@@ -144,7 +144,7 @@ def test_s1_3_a_draft_follows_captured_as_it_does_eagerly() -> None:
     )
 
 
-def test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph() -> None:
+def test_s1_3_a_round_planned_outside_is_not_replayed_from_a_graph() -> None:
     draft, batch = Draft(is_captured=True), round_batch(branches=2)
     assert draft.captured_rounds.bucket_for(batch, 3) is not None
     draft.rounds.plan(batch)

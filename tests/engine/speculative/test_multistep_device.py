@@ -50,7 +50,7 @@ def round_of(lengths: tuple[int, ...], branches: int) -> ForwardBatch:
 
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("lengths", [(1,), (4, 11, 6), (12, 5)])
-def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches: int) -> None:
+def test_a_round_equals_attention_to_gathered_keys(lengths: tuple[int, ...], branches: int) -> None:
     """Three steps of two layers, the branches chosen anew in between."""
     backends: tuple[RoundAttention, ...] = (
         device_rounds(),

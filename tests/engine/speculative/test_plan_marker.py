@@ -226,7 +226,7 @@ def test_s1_7_a_plan_of_another_backend_is_refused() -> None:
             attention.run(0, x.expand(-1, 2, -1).contiguous(), x, x, batch)
 
 
-def test_s1_5_a_padded_round_is_refused_not_answered_in_part() -> None:
+def test_s1_5_a_padded_round_is_refused() -> None:
     attention, batch = Bench(topk=3, steps=3).steps, round_batch()
     attention.plan(batch)
     batch.request_keys += (9,)
@@ -237,7 +237,7 @@ def test_s1_5_a_padded_round_is_refused_not_answered_in_part() -> None:
         run_step(attention, batch)
 
 
-def test_what_is_drafted_leaves_no_trace_in_the_pool() -> None:
+def test_drafted_tokens_leave_no_trace_in_the_pool() -> None:
     """A second proposal after the same tokens is the same, and reads nothing the first one
     drafted."""
     bench = Bench(topk=3, steps=4)

@@ -149,7 +149,7 @@ CASES = {
         run_flashinfer,
         more=in_turn(
             flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
-            graphs.test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly,
+            graphs.test_s1_3_a_batch_planned_for_a_graph_is_not_run_eagerly,
         ),
     ),
     "engine/backends/cpu/latent.py": Case(
@@ -298,7 +298,7 @@ def check_executor() -> None:
     assert model.plans[-1] is ahead.forward_metadata_plan
 
 
-def test_s1_2_a_forward_plans_what_was_not_planned_and_nothing_else() -> None:
+def test_s1_2_a_forward_plans_only_an_unplanned_batch() -> None:
     check_executor()
 
 
@@ -373,21 +373,21 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/core/batch.py": check_executor,
     "engine/pipeline/stage_executor.py": in_turn(
         check_executor,
-        host_steps.test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before,
+        host_steps.test_a_row_that_starts_in_a_used_slot_has_no_earlier_state,
     ),
     "engine/graphs/host_steps.py": in_turn(
-        lambda: host_steps.test_trees_of_one_size_are_replayed_whatever_their_branches(LLAMA),
+        lambda: host_steps.test_trees_of_one_size_are_replayed_with_any_branches(LLAMA),
         host_steps.test_a_plan_of_another_shape_is_refused,
     ),
-    "engine/graphs/buckets.py": graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
+    "engine/graphs/buckets.py": graphs.test_s1_3_a_replay_is_planned_once_and_a_planned_batch_runs_eagerly,
     "engine/speculative/replay/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
     "engine/speculative/replay/round_graphs.py": in_turn(
         draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
-        draft_graphs.test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph,
+        draft_graphs.test_s1_3_a_round_planned_outside_is_not_replayed_from_a_graph,
     ),
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
-        graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
+        graphs.test_s1_3_a_replay_is_planned_once_and_a_planned_batch_runs_eagerly,
     ),
     "engine/speculative/replay/recorded_drafts.py": lambda: (
         recorded_drafts.test_trees_are_those_of_eager_steps(1)

@@ -92,7 +92,7 @@ def test_first_level_is_the_drafts_best_tokens() -> None:
     assert list(tree.token_ids[:4]) == distribution((7,)).topk(4).indices.tolist()
 
 
-def test_the_best_of_all_levels_stay_and_keep_their_creation_order() -> None:
+def test_the_best_nodes_of_all_levels_keep_their_creation_order() -> None:
     """By hand: after a, children x (p 0.9) and y (0.1); below x: u 0.9 and v 0.1; below y: w 0.6
     and z 0.4."""
     proposal = Proposal(torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[1, 2]]))

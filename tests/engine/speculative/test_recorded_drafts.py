@@ -230,7 +230,7 @@ def test_steps_that_only_follow_are_those_of_eager_steps(topk: int) -> None:
     )
 
 
-def test_a_draft_that_begins_anew_leaves_the_pages_before_it_as_they_are() -> None:
+def test_a_restarted_draft_leaves_earlier_pages_unchanged() -> None:
     draft, accepted = Draft(1, is_recorded=True), {0: 1}
     draft.propose(ForwardMode.PREFILL, {0: 40}, [0] * 4, {0: 1}, 0)
     before = draft.pools[0][1:3].clone()
@@ -256,7 +256,7 @@ def test_a_round_that_does_not_fit_runs_eagerly() -> None:
 
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("lengths", [(1,), (40, 64, 33)])
-def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches: int) -> None:
+def test_a_round_equals_attention_to_gathered_keys(lengths: tuple[int, ...], branches: int) -> None:
     """Three steps of two layers, the branches chosen anew in between."""
     generator = torch.Generator().manual_seed(1)
     pools = {layer: torch.randn(10, 2, KV_HEADS, 32, 16, generator=generator) for layer in range(2)}
@@ -281,7 +281,7 @@ def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches
             backend.reorder(batch, parents)
 
 
-def test_a_round_ends_where_the_null_page_does() -> None:
+def test_a_round_ends_with_the_null_page() -> None:
     rounds = PagedRounds(kv_pools={0: torch.zeros(20, 2, 1, PAGE_SIZE, HIDDEN)}, geometry=GEOMETRY)
     batch = round_batch()
     assert rounds.has_room(batch.num_tokens, PAGE_SIZE // batch.num_tokens)

@@ -184,7 +184,7 @@ def test_a_row_verifies_the_same_in_any_company(
     ],
 )
 @pytest.mark.parametrize("length", [14, 63])
-def test_what_is_accepted_continues_like_decoding(
+def test_accepted_tokens_continue_like_decoding(
     description: ModelDescription, length: int, tree: TokenTree, accepted: tuple[int, ...]
 ) -> None:
     sequences = Sequences(description)

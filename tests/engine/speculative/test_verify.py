@@ -122,7 +122,7 @@ def test_any_tree_emits_what_plain_decoding_does(
         assert run.tokens[-1].token_id not in children, "the walk went as far as the tree allows"
 
 
-def test_rows_that_take_the_likeliest_token_are_drawn_in_one_call() -> None:
+def test_greedy_rows_are_sampled_in_one_call() -> None:
     request, tree = (
         Request("r", PROMPT, 99, SamplingParams(temperature=0)),
         TokenTree((1, 2, 3), (-1, 0, 1)),
@@ -173,7 +173,7 @@ def test_rows_that_draw_nothing_are_left_out() -> None:
     assert [run.row for run in runs] == [1]
 
 
-def test_a_batch_without_trees_draws_one_token_a_row() -> None:
+def test_a_batch_without_trees_samples_one_token_per_row() -> None:
     request = Request("r", PROMPT, 99, SamplingParams(temperature=0))
     row = Row(1, [3], len(PROMPT), [1], 0, sampling_row(request, [3]))
     batch = build_batch(ForwardMode.DECODE, [row])
@@ -181,7 +181,7 @@ def test_a_batch_without_trees_draws_one_token_a_row() -> None:
     assert sample_runs(target((3,))[None], batch, sample) == [AcceptedRun(0, [0], [token])]
 
 
-def test_bans_end_where_min_tokens_ends() -> None:
+def test_bans_end_with_min_tokens() -> None:
     request = Request("r", PROMPT, 99, min_tokens=3, stop_token_ids=frozenset({4}))
     row = sampling_row(request, [1])
     assert [sampling_at(row, [1] * depth) for depth in range(3)] == [

@@ -100,7 +100,7 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_the_weight_lay_does_not_show(dtype: torch.dtype) -> None:
+def test_the_layout_of_the_weight_does_not_change_results(dtype: torch.dtype) -> None:
     weight, x = draw(96, 64, dtype=dtype), draw(9, 64, dtype=dtype, seed=1)
     expected = Linear(weight)(x)
     for shift in range(1, 16):

@@ -126,7 +126,7 @@ Maker = Callable[..., DraftDescription]
 @pytest.mark.parametrize(
     ("shares", "topk", "num_choices"), [(True, 1, 0), (False, 1, 4), (True, 4, 4), (False, 4, 4)]
 )
-def test_s2_7_only_chains_of_a_model_that_says_so_share(
+def test_s2_7_only_chains_of_a_model_with_sharing_share(
     draft: Maker, *, shares: bool, topk: int, num_choices: int
 ) -> None:
     """A round of five levels takes four steps; the choice it begins with was made where the draft
@@ -153,7 +153,7 @@ def round_batch() -> ForwardBatch:
 
 
 @pytest.mark.parametrize(("shares", "num_choices"), [(True, 1), (False, 3)])
-def test_s2_7_the_first_step_chooses_where_nothing_is_carried(
+def test_s2_7_the_first_step_chooses_without_carried_keys(
     draft: Maker, *, shares: bool, num_choices: int
 ) -> None:
     bench = Bench.of(draft(index_share_for_mtp_iteration=shares))
@@ -217,7 +217,7 @@ def test_s2_10_a_seed_row_may_be_short_and_counts_keys_not_slots(draft: Maker) -
     )
 
 
-def test_s2_10_one_row_without_a_key_and_the_whole_round_chooses_anew(draft: Maker) -> None:
+def test_s2_10_one_row_without_a_key_makes_the_round_choose_again(draft: Maker) -> None:
     assert (
         CarriedKeys.chosen_by(torch.tensor([[4, 9, 11], [-1, -1, -1]], dtype=torch.int32)).selected
         is None

@@ -103,7 +103,7 @@ def test_layer_ids_that_the_target_has_not_are_refused(ids: list[int]) -> None:
         ({"architectures": ["LlamaForCausalLMMedusa"]}, "LlamaForCausalLMMedusa"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(
+def test_unimplemented_features_are_refused_by_name(
     tmp_path: Path, fields: dict[str, object], complaint: str
 ) -> None:
     folder = change(eagle.save_draft(tmp_path / "draft"), **fields)

@@ -180,7 +180,7 @@ def test_glm4_moe_chains_are_those_of_transformers(made: Maker, tmp_path: Path) 
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(
+def test_unimplemented_features_are_refused_by_name(
     made: Maker, fields: dict[str, object], complaint: str
 ) -> None:
     target, draft = read_model(made("glm_moe_dsa")), made("glm_moe_dsa", **fields)

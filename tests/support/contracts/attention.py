@@ -66,7 +66,7 @@ class AttentionContract(ABC):
         for prompt in prompts:
             close(prompt.output(), dense(prompt, GEOMETRY))
 
-    def test_chunks_continue_what_is_cached(self) -> None:
+    def test_chunks_continue_cached_keys(self) -> None:
         first = make_prompt(90, GEOMETRY, pages=range(1, 7), seed=1)
         second = make_prompt(60, GEOMETRY, pages=range(7, 11), seed=2)
         backend = self.build()
@@ -89,7 +89,7 @@ class AttentionContract(ABC):
         for prompt in prompts:
             close(prompt.output(), dense(prompt, GEOMETRY))
 
-    def test_a_forward_writes_its_own_tokens_and_nothing_else(self) -> None:
+    def test_a_forward_writes_its_own_tokens_only(self) -> None:
         pool = torch.full((8, 2, 2, 16, 16), 7.0)
         prompt = make_prompt(20, GEOMETRY, pages=(5, 2), seed=1)
         feed(self.make(GEOMETRY, pool), ForwardMode.PREFILL, (prompt, 20))
@@ -242,7 +242,7 @@ class TreeContract(ABC):
         for prompt, own in zip(prompts, seen, strict=True):
             self._check(prompt, own.bool())
 
-    def test_trees_of_one_size_behind_prefixes_of_different_length(self) -> None:
+    def test_trees_of_one_size_after_prefixes_of_different_length(self) -> None:
         tree = (-1,) * 4  # nobody's ancestors: four guesses at the same token
         prompts = [
             make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)
