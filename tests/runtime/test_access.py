@@ -70,7 +70,7 @@ def test_role_by_method(method: str, role: PeerRole, pool: PeerRole) -> None:
         check_role(method, frozenset({role}), pool=pool)
 
 
-def test_what_nobody_has_thought_of_is_closed() -> None:
+def test_unlisted_methods_are_closed() -> None:
     for method in (
         "/baton.v1.Prefill/Stop",
         "/other.Service/Call",

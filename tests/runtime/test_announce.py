@@ -16,7 +16,7 @@ def test_round_trip_leaves_one_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_foreign_file_and_missing_folder_are_refused(tmp_path: Path) -> None:
+def test_another_file_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"pid": 1}')
     with pytest.raises(ConfigError, match=r"x\.json"):
@@ -25,7 +25,7 @@ def test_foreign_file_and_missing_folder_are_refused(tmp_path: Path) -> None:
         write_announcement(tmp_path / "absent" / "x", Announcement("a:1", None, 1, ""))
 
 
-def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     taken = tmp_path / "folder"
     taken.mkdir()
     with pytest.raises(ConfigError, match="directory"):

@@ -85,7 +85,7 @@ async def test_its_status_is_there_when_it_reads_after_all() -> None:
     await server.drain(grace_s=0)
 
 
-async def test_calls_of_a_server_are_bounded_and_one_more_is_refused_with_its_limit() -> None:
+async def test_calls_beyond_the_servers_limit_are_refused_and_name_it() -> None:
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer, max_calls=3)
     async with open_channel(address) as channel:
@@ -159,7 +159,7 @@ async def test_a_client_with_many_calls_leaves_some_to_others(
     await server.drain(grace_s=0)
 
 
-async def test_calls_whose_message_never_comes_hold_up_their_client_alone(tmp_path: Path) -> None:
+async def test_calls_without_a_message_block_their_client_alone(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("alice token-of-alice-1234\nbob token-of-bob-123456\n")
     security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
     server, address = await serve_echo(
@@ -197,7 +197,7 @@ async def test_questions_are_short() -> None:
     await server.drain(grace_s=0)
 
 
-async def test_what_is_no_message_is_the_callers_error_and_no_bug(
+async def test_a_malformed_message_is_the_callers_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server, address = await serve_echo(EchoGeneration())
@@ -210,7 +210,7 @@ async def test_what_is_no_message_is_the_callers_error_and_no_bug(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_streams_of_a_connection_are_bounded_and_the_next_waits_at_the_client() -> None:
+async def test_streams_beyond_the_connections_limit_wait_at_the_client() -> None:
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer, max_streams=2)
     async with open_channel(address) as channel:

@@ -9,7 +9,7 @@ from runtime.rpc.calls import MessageLimits, SendQueue
 WIDE = MessageLimits(max_items=100, max_weight=1000)
 
 
-async def test_what_is_due_together_goes_into_one_message_in_order_for_each_request() -> None:
+async def test_queued_items_are_taken_as_one_message_in_order_per_request() -> None:
     queue = SendQueue[str](WIDE)
     for item in ("1a", "2a", "1b", "2b"):
         queue.put(int(item[0]), item)
@@ -19,9 +19,7 @@ async def test_what_is_due_together_goes_into_one_message_in_order_for_each_requ
     assert len(queue) == 0
 
 
-async def test_a_reader_that_waits_gets_what_is_put_in_the_same_turn_and_in_the_answers_to_it() -> (
-    None
-):
+async def test_a_waiting_reader_gets_all_items_put_in_the_same_loop_turn() -> None:
     queue = SendQueue[str](WIDE)
     reading = asyncio.create_task(queue.take())
     await asyncio.sleep(0)
@@ -54,7 +52,7 @@ async def test_a_slow_reader_gets_long_messages_within_the_limits() -> None:
     ("weights", "lengths"),
     [([40, 40, 40], [2, 1]), ([100, 1], [1, 1]), ([500, 1], [1, 1]), ([1, 500, 1], [1, 1, 1])],
 )
-async def test_what_is_heavy_goes_alone(weights: list[int], lengths: list[int]) -> None:
+async def test_heavy_items_are_sent_alone(weights: list[int], lengths: list[int]) -> None:
     queue = SendQueue[int](MessageLimits(max_items=100, max_weight=100))
     for number, weight in enumerate(weights):
         queue.put(1, number, weight)
@@ -63,7 +61,7 @@ async def test_what_is_heavy_goes_alone(weights: list[int], lengths: list[int]) 
     assert [item for message in taken for item in message] == list(range(len(weights)))
 
 
-async def test_what_waits_for_a_request_may_be_changed_or_dropped_until_it_is_taken() -> None:
+async def test_queued_items_can_be_changed_or_dropped_until_taken() -> None:
     queue = SendQueue[list[str]](WIDE)
     queue.put(1, ["a"])
     queue.put(2, ["x"])
@@ -76,7 +74,7 @@ async def test_what_waits_for_a_request_may_be_changed_or_dropped_until_it_is_ta
     assert queue.newest(1) is None
 
 
-async def test_a_reader_waits_on_where_all_was_dropped() -> None:
+async def test_a_reader_keeps_waiting_after_all_items_were_dropped() -> None:
     queue = SendQueue[str](WIDE)
     reading = asyncio.create_task(queue.take())
     await asyncio.sleep(0)

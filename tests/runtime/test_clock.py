@@ -52,7 +52,7 @@ def test_deadline_in_the_past_has_no_negative_rest() -> None:
     assert Deadline.after(clock, 0.0).is_over
 
 
-def test_deadline_allows_what_ends_by_then() -> None:
+def test_deadline_allows_work_that_ends_by_then() -> None:
     clock = ManualClock(1000.0)
     deadline = Deadline.after(clock, 5.0)
     assert deadline.allows(5.0)

@@ -111,7 +111,7 @@ async def held(
 
 
 @pytest.mark.parametrize("greets", [False, True])
-async def test_a_stranger_with_many_connections_closes_the_port_to_nobody(*, greets: bool) -> None:
+async def test_many_connections_of_a_stranger_leave_the_port_open(*, greets: bool) -> None:
     """Half a limit more than there may be is gRPC's own limit: without a look at who holds them it
     is shut for all."""
     servicer = EchoGeneration()

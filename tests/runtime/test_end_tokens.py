@@ -29,7 +29,7 @@ def ends(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> EndTo
 @pytest.mark.parametrize(
     "stated", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False, "special": True}]
 )
-def test_the_tokenizers_token_ends_answers_where_no_other_file_states_one(
+def test_the_tokenizers_token_ends_output_if_no_other_file_sets_one(
     tmp_path: Path, stated: object
 ) -> None:
     found = ends(tmp_path, {}, tokenizer=TOKENIZER, tokenizer_config={"eos_token": stated})
@@ -51,7 +51,7 @@ def test_the_tokenizers_token_ends_answers_where_no_other_file_states_one(
         (None, {"text_config": {}}, (7,)),
     ],
 )
-def test_it_is_one_beside_those_of_the_first_other_file_that_states_any(
+def test_the_tokenizers_token_is_added_to_those_of_the_first_file(
     tmp_path: Path,
     generation: dict[str, Any] | None,
     config: dict[str, Any],
@@ -90,7 +90,7 @@ def test_it_is_one_beside_those_of_the_first_other_file_that_states_any(
         ),
     ],
 )
-def test_a_token_is_found_wherever_a_tokenizer_lists_it(
+def test_a_token_is_found_in_every_list_of_a_tokenizer(
     tmp_path: Path, files: dict[str, Any], expected: int
 ) -> None:
     assert ends(tmp_path, {}, **files).ids == (expected,)
@@ -116,7 +116,7 @@ def test_a_token_that_the_model_cannot_draw_is_named(tmp_path: Path, token: str,
 @pytest.mark.parametrize(
     "files", [{}, {"tokenizer_config": {"eos_token": None}}, {"generation_config": {}}]
 )
-def test_a_model_without_any_is_told_of(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_a_model_without_end_tokens_is_logged(tmp_path: Path, files: dict[str, Any]) -> None:
     found = ends(tmp_path, {}, **files)
     assert (found.ids, str(found)) == ((), "none")
     assert found.notice.startswith("no file of the model states an end-of-sequence token")
@@ -141,7 +141,7 @@ def test_a_model_without_any_is_told_of(tmp_path: Path, files: dict[str, Any]) -
         ({"tokenizer_config": {"eos_token": 3}}, "tokenizer_config.json: eos_token must be a text"),
     ],
 )
-def test_what_is_no_token_is_refused(tmp_path: Path, files: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_token_is_refused(tmp_path: Path, files: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         ends(tmp_path, {}, **files)
     assert caught.value.field in ("eos_token_id", "eos_token")

@@ -21,7 +21,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_again_is_the_same_in_all_but_where_it_was_raised(error: BatonError) -> None:
+def test_a_copied_error_differs_only_in_its_traceback(error: BatonError) -> None:
     try:
         raise error
     except BatonError:

@@ -55,7 +55,7 @@ def ample_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ample_memory")
-async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_and_remembered(
+async def test_a_schema_that_compiles_too_long_is_refused_and_remembered(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(LONG_S):
@@ -83,7 +83,7 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
     assert any(isinstance(end, process.TooSlow) for end in ends)
 
 
-async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(
+async def test_the_same_new_grammar_is_compiled_once_for_all_callers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forks, fork = list[children.GrammarChild](), grammars._fork_server.fork
@@ -142,7 +142,7 @@ async def test_new_grammars_are_counted_by_the_client_that_brings_them(
     await grammars.check(regex("one more"), "b")
 
 
-async def test_more_than_may_wait_are_told_so(
+async def test_compilations_beyond_the_queue_limit_are_refused(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars._first.turns, "_max_waiting", 3)
@@ -218,7 +218,7 @@ async def test_size_and_shape_are_refused_before_anything_is_compiled(
         {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
     ],
 )
-def test_no_process_of_a_grammar_ignores_what_it_cannot_enforce(
+def test_no_grammar_process_ignores_unsupported_keywords(
     tmp_path: Path, lenient: dict[str, object]
 ) -> None:
     """Also where nothing was looked at before."""
@@ -250,7 +250,7 @@ async def test_one_that_needs_too_much_memory_is_refused_alone(
 
 
 @pytest.mark.parametrize(("cpu_limit_s", "is_slow"), [(0.2, True), (60.0, False)])
-def test_what_ends_just_before_its_time_of_computing_was_too_slow(
+def test_a_compilation_just_within_the_limit_was_too_slow(
     cpu_limit_s: float, *, is_slow: bool
 ) -> None:
     """It is tried once more with more time; what ends the compiler sooner is refused for good."""
@@ -340,7 +340,7 @@ async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(
     assert (allowed_after(goes_on, 3, ()) == before).all(), "a new process knows what the text was"
 
 
-def test_what_a_process_has_computed_is_read_from_outside() -> None:
+def test_the_cpu_time_of_a_process_is_read_from_outside() -> None:
     ours, theirs = socket.socketpair()
     child = GrammarChild(ours, os.pidfd_open(os.getpid()))
     before_s, began_s = child.cpu_s(), time.process_time()
@@ -390,7 +390,7 @@ async def test_a_process_that_was_killed_is_replaced(grammars: Grammars) -> None
     assert allowed_after(text, 2, ()).nonzero()[0].tolist() == [ord("a"), ord("b")]
 
 
-async def test_closing_ends_what_compiles_and_every_process(grammars: Grammars) -> None:
+async def test_closing_ends_compilations_and_every_process(grammars: Grammars) -> None:
     compiling = asyncio.create_task(grammars.check(never_compiled()))
     await grammars.check(regex("a"))
     fork_server = grammars._fork_server._process

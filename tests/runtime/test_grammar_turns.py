@@ -37,7 +37,7 @@ class Compiler:
             await asyncio.gather(*self.tasks)
 
 
-async def test_clients_take_turns_however_many_grammars_one_brings() -> None:
+async def test_clients_take_turns_for_grammars() -> None:
     compiler = Compiler(at_once=1)
     await compiler.bring("a", "a", "a", "a", "b", "c", "b")
     await compiler.end()
@@ -69,7 +69,7 @@ async def test_those_that_wait_are_bounded_in_all_and_of_each_client() -> None:
     await compiler.end()
 
 
-async def test_who_leaves_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(at_once=1)
     await compiler.bring("a", "b", "c")
     compiler.tasks[1].cancel()

@@ -83,7 +83,7 @@ def test_this_machine_has_memory() -> None:
     assert 0 < memory.available_bytes <= memory.total_bytes
 
 
-def test_the_kernel_counts_whom_it_killed_for_memory(tmp_path: Path) -> None:
+def test_the_kernel_counts_processes_killed_for_memory(tmp_path: Path) -> None:
     assert (
         num_oom_kills(write(tmp_path, {"proc/vmstat": "pgfault 5\noom_kill 3\npgrefill 7\n"})) == 3
     )
@@ -112,7 +112,7 @@ def test_errors_of_allocators_are_known() -> None:
         assert not is_out_of_memory(other)
 
 
-def test_what_is_left_names_the_limit_of_a_process() -> None:
+def test_the_limit_of_a_process_bounds_free_memory() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
         "from runtime.process.host_memory import memory_left; print(memory_left())"

@@ -73,7 +73,7 @@ class Numbers:
         self.cancelled.set()
 
 
-def test_a_stream_is_read_aside_as_it_is_asked_for_and_cancelled_when_closed() -> None:
+def test_a_stream_is_read_on_another_thread_and_cancelled_when_closed() -> None:
     call = Numbers(5)
     messages = uninterrupted_stream(lambda: call)
     assert (next(messages), next(messages)) == (0, 1)

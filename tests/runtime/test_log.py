@@ -90,7 +90,7 @@ def test_json_lines_carry_ids_and_fields() -> None:
 
 
 @pytest.mark.parametrize(("level", "lines"), [("debug", 2), ("error", 0)])
-def test_debug_is_not_what_libraries_note_of_each_instruction(level: str, lines: int) -> None:
+def test_debug_omits_the_traces_of_libraries(level: str, lines: int) -> None:
     stream = io.StringIO()
     configure(level=level, style=LogStyle.HUMAN, role="decode", stream=stream)
     logging.getLogger("numba.core.byteflow").debug("dispatch pc=0")
@@ -199,7 +199,7 @@ def test_shown_is_the_text_itself_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_why_a_process_ends_is_told_in_the_style_of_its_logs(
+def test_the_reason_a_process_ends_is_in_the_style_of_its_logs(
     style: LogStyle, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = io.StringIO()

@@ -27,7 +27,7 @@ from runtime.observe.metrics import (
 )
 
 
-def test_exposition_serves_what_was_counted() -> None:
+def test_exposition_serves_counted_values() -> None:
     registry = new_registry(role="decode", version="1.2.3")
     transfer = HandoffMetrics.create(registry)
     transfer.bytes_moved.labels("kv").inc(4096)
@@ -130,7 +130,7 @@ def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:
         assert all(name.startswith("baton_") for name in names)
 
 
-def test_failures_stand_at_zero_before_the_first() -> None:
+def test_failures_are_zero_before_the_first() -> None:
     """A series that appears with its first failure has no increase that an alert could see."""
     registry = new_registry(role="router", version="1")
     for kind in (RouterMetrics, HandoffMetrics, ArrivalMetrics):

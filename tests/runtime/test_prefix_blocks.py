@@ -23,7 +23,7 @@ def test_only_whole_blocks_have_names() -> None:
     assert [len(names(list(range(count)))) for count in (4, 7, 8, 9)] == [1, 1, 2, 2]
 
 
-def test_prompts_share_names_up_to_the_block_in_which_they_part() -> None:
+def test_prompts_share_names_up_to_the_block_in_which_they_differ() -> None:
     whole, parted = names(list(range(16))), names([*range(9), 99, *range(10, 16)])
     assert [a == b for a, b in zip(whole, parted, strict=True)] == [True, True, False, False]
 
@@ -32,5 +32,5 @@ def test_prompts_share_names_up_to_the_block_in_which_they_part() -> None:
     "other",
     [{"salt": "b"}, {"compatibility": "weights 2"}, {"compatibility": "weights", "salt": " 1"}],
 )
-def test_what_must_not_meet_has_other_names(other: dict[str, str]) -> None:
+def test_separate_domains_have_different_names(other: dict[str, str]) -> None:
     assert not set(names(list(range(16)))) & set(names(list(range(16)), **other))

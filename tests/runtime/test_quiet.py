@@ -55,11 +55,11 @@ def test_grpc_writes_no_lines_of_its_own() -> None:
     assert shouted == ""
 
 
-def test_who_wants_its_lines_has_them() -> None:
+def test_suppressed_lines_can_be_enabled() -> None:
     _, shouted = output(_GOAWAY, GRPC_VERBOSITY="INFO")
     assert "Got goaway" in shouted
 
 
 @pytest.mark.parametrize("module", ["baton", "router", "prefill", "decode"])
-def test_every_entry_point_asks_for_silence_before_grpc_loads(module: str) -> None:
+def test_every_entry_point_silences_grpc_before_loading_it(module: str) -> None:
     assert output(_ENTRY.format(module=module))[0].startswith("asked for silence before\n")

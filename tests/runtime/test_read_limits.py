@@ -35,9 +35,7 @@ async def ready() -> str:
     return "read"
 
 
-async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_that_dribble() -> (
-    None
-):
+async def test_a_ready_message_waits_only_for_the_crowded_timeout() -> None:
     read_limiter = ReadLimiter(ReadLimits(places=2, crowded_timeout_s=0.05, timeout_s=60))
     dribbling = [asyncio.create_task(read_limiter.receive(never, at_once)) for _ in range(6)]
     await eventually(lambda: read_limiter.num_reading == 2, "no reads")
@@ -52,7 +50,7 @@ async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_th
     assert read_limiter.num_reading == 0
 
 
-async def test_a_client_whose_messages_never_come_holds_up_itself() -> None:
+async def test_a_client_without_messages_blocks_itself_alone() -> None:
     """It has half of the places, and others have their turns before its further messages."""
     read_limiter = ReadLimiter(ReadLimits(places=4, crowded_timeout_s=60, timeout_s=600))
     silent = [asyncio.create_task(read_limiter.receive(never, at_once, "a")) for _ in range(200)]
@@ -87,7 +85,7 @@ async def test_a_client_with_its_share_hurries_its_own_messages_alone() -> None:
     await asyncio.gather(other, *silent, return_exceptions=True)
 
 
-async def test_nobody_is_hurried_while_there_is_room() -> None:
+async def test_reads_keep_their_timeout_while_there_is_room() -> None:
     read_limiter = ReadLimiter(ReadLimits(places=2, crowded_timeout_s=0.001, timeout_s=60))
     slow = asyncio.create_task(read_limiter.receive(never, at_once))
     for _ in range(100):
@@ -99,9 +97,7 @@ async def test_nobody_is_hurried_while_there_is_room() -> None:
     await asyncio.gather(slow, return_exceptions=True)
 
 
-async def test_a_message_that_never_comes_has_a_limit_and_keeps_its_place_until_its_call_is_over() -> (
-    None
-):
+async def test_a_missing_message_times_out_and_keeps_its_place_until_call_end() -> None:
     read_limiter, over = (
         ReadLimiter(ReadLimits(places=1, crowded_timeout_s=60, timeout_s=0.05)),
         list[Callable[[], None]](),
@@ -141,7 +137,7 @@ def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
         pass  # one alone is bounded by the size of a message
 
 
-def test_a_client_leaves_something_to_others_however_many_calls_it_makes() -> None:
+def test_a_client_with_many_calls_leaves_places_to_others() -> None:
     """Of nine places it has eight, of 900 bytes 800; as many clients as there are share the rest
     likewise."""
     limiter = CallLimiter("calls", 9, 900)
@@ -178,7 +174,7 @@ def test_a_client_leaves_something_to_others_however_many_calls_it_makes() -> No
     assert not limiter._bytes_of
 
 
-def test_what_is_too_long_is_not_parsed_and_what_is_no_message_is_named() -> None:
+def test_a_too_long_message_is_not_parsed_and_a_malformed_one_is_named() -> None:
     parse = bounded(pb.AbortRequest.FromString, MessageBounds(4))
     assert parse(b"\x0a\x02ab").request_ids == ["ab"]
     with pytest.raises(InvalidRequestError, match="at most 4 bytes, this one has 5"):
@@ -237,7 +233,7 @@ def test_numbers_are_counted_before_a_message_is_parsed() -> None:
         b"\x1f",  # no field is of this type
     ],
 )
-def test_what_is_no_message_is_refused_where_it_is_counted(raw: bytes) -> None:
+def test_a_malformed_message_is_refused_while_counting(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="not a message of its type"):
         bounded(pb.GenerateRequest.FromString, COUNTED)(raw)
 
@@ -273,7 +269,7 @@ def test_no_more_of_a_message_is_inflated_than_it_may_have() -> None:
     assert peak < 4 * limit < 32 << 20
 
 
-def test_a_request_is_held_with_what_becomes_of_its_numbers() -> None:
+def test_the_memory_of_parsed_token_ids_is_counted() -> None:
     """Four bytes each in the request, in what a worker is sent, and as machine integers."""
     ids = types_pb2.TokenIds(ids=[5] * 1000)
     request = pb.GenerateRequest(token_ids=ids, resumed=[ids], resumed_from=["a"])

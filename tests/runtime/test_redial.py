@@ -96,7 +96,7 @@ async def seconds_until(ask: Ask, *, answers: bool) -> float:
 
 @pytest.mark.parametrize("away_s", [0.0, AWAY_S])
 @pytest.mark.parametrize("kind", ["asyncio", "threads", "threads, streaming"])
-async def test_a_peer_that_returns_at_another_address_is_found_within_three_seconds(
+async def test_a_peer_at_a_new_address_is_found_within_three_seconds(
     names: NameServer, kind: str, away_s: float
 ) -> None:
     names.answers[NAME] = ["127.0.0.2"]
@@ -133,7 +133,7 @@ async def test_grpc_itself_looks_a_name_up_again_when_its_connection_is_lost(
             await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=FOUND_S, wait_for_ready=True)
 
 
-async def test_a_name_server_that_is_silent_or_talks_nonsense_delays_nothing_once_it_is_back(
+async def test_a_recovered_name_server_resolves_without_further_delay(
     names: NameServer,
 ) -> None:
     names.answers[NAME] = None
@@ -148,7 +148,7 @@ async def test_a_name_server_that_is_silent_or_talks_nonsense_delays_nothing_onc
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.9", "127.0.0.3"], ["::1"], ["127.0.0.9", "::1"]])
-async def test_of_several_addresses_one_that_answers_is_enough(
+async def test_one_reachable_address_of_several_is_enough(
     names: NameServer, addresses: list[str]
 ) -> None:
     names.answers[NAME] = addresses
@@ -179,7 +179,7 @@ async def test_a_call_under_way_outlives_the_channel_that_is_replaced(names: Nam
             held.cancel()
 
 
-async def test_a_name_that_answers_keeps_its_channel(names: NameServer) -> None:
+async def test_a_reachable_name_keeps_its_channel(names: NameServer) -> None:
     names.answers[NAME] = ["127.0.0.2"]
     dialed, options = [], ChannelOptions().as_grpc()
     async with echo_at("127.0.0.2") as port:
@@ -229,7 +229,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     writer.close()
 
 
-async def test_channels_to_names_are_dialed_anew_and_those_to_addresses_are_grpc_s_own() -> None:
+async def test_channels_redial_names_but_not_addresses() -> None:
     for address, is_named in (
         ("127.0.0.1:1", False),
         ("[::1]:1", False),

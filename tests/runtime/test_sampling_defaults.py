@@ -39,7 +39,7 @@ def read(folder: Path, content: object) -> SamplingDefaults:
         ({"do_sample": None, "max_new_tokens": 2048}, {}),
     ],
 )
-def test_what_a_file_states_is_the_default(
+def test_values_of_the_file_are_the_defaults(
     tmp_path: Path, stated: dict[str, Any], expected: dict[str, float]
 ) -> None:
     assert read(tmp_path, stated).stated == expected
@@ -80,7 +80,7 @@ def test_an_impossible_value_is_one_clear_line(
     assert "\n" not in line
 
 
-def test_what_is_not_applied_is_told_of(tmp_path: Path) -> None:
+def test_ignored_values_are_logged(tmp_path: Path) -> None:
     neutral = {
         "typical_p": 1.0,
         "num_beams": 1,

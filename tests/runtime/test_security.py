@@ -61,9 +61,7 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-async def test_tls_serves_who_trusts_it_and_nobody_else(
-    authority: Authority, tmp_path: Path
-) -> None:
+async def test_tls_serves_only_clients_that_trust_it(authority: Authority, tmp_path: Path) -> None:
     security = ServerSecurity(authority.store(tmp_path, "router"), ClientCertificates.NONE)
     async with serving(security) as address:
         async with plain_client(address, authority.pem) as channel:
@@ -106,7 +104,7 @@ async def test_mutual_tls_refuses_strangers_expired_and_nameless(
                     await ask(channel)
 
 
-async def test_a_server_whose_certificate_has_expired_is_not_believed(
+async def test_a_server_with_an_expired_certificate_is_not_trusted(
     authority: Authority, tmp_path: Path
 ) -> None:
     expired = authority.store(tmp_path, "router", lifetime=(-2 * DAY, timedelta(seconds=-1)))
@@ -259,7 +257,7 @@ def door() -> Iterator[str]:
         yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
 
 
-async def test_the_plain_door_serves_health_and_nothing_else(
+async def test_the_plain_port_serves_health_only(
     authority: Authority, tmp_path: Path, door: str
 ) -> None:
     server = GrpcServer(
@@ -292,7 +290,7 @@ async def test_the_plain_door_serves_health_and_nothing_else(
     assert refused.value.field == "health_listen"
 
 
-async def test_tokens_close_what_is_for_roles_only(token_file: Path) -> None:
+async def test_tokens_protect_methods_for_roles(token_file: Path) -> None:
     async with serving(ServerSecurity(tokens=TokenList(token_file))) as address:
         async with grpc.aio.insecure_channel(address) as channel:
             call = worker_pb2_grpc.WorkerStub(channel).Watch(
@@ -390,7 +388,7 @@ def test_a_role_has_all_three_files_or_none(tmp_path: Path, given: set[str]) -> 
     assert TlsConfig().certificates() is None
 
 
-async def test_what_is_weak_beyond_this_machine_is_warned_of(
+async def test_weak_settings_on_public_addresses_are_logged(
     authority: Authority, tmp_path: Path, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, tokens = authority.store(tmp_path, "router"), TokenList(token_file)

@@ -171,7 +171,7 @@ async def test_calls_are_counted() -> None:
     assert registry.get_sample_value("baton_draining") == 1
 
 
-async def test_health_watch_follows_and_drain_says_not_serving_first() -> None:
+async def test_health_watch_follows_and_drain_reports_not_serving_first() -> None:
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer)
     async with open_channel(address) as channel:
@@ -335,7 +335,9 @@ async def test_port_in_use_is_one_clear_error(echo: tuple[EchoGeneration, GrpcSe
     assert caught.value.field == "listen"
 
 
-async def test_wait_serving_says_what_it_saw(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+async def test_wait_serving_reports_the_last_state(
+    echo: tuple[EchoGeneration, GrpcServer, str],
+) -> None:
     async with open_channel(echo[2]) as channel:
         await wait_serving(channel, SERVICE, timeout_s=60)
         await echo[1].health.set_not_serving(SERVICE)
@@ -343,7 +345,7 @@ async def test_wait_serving_says_what_it_saw(echo: tuple[EchoGeneration, GrpcSer
             await wait_serving(channel, SERVICE, timeout_s=1)
 
 
-async def test_wait_serving_says_why_there_is_no_connection(tmp_path: Path) -> None:
+async def test_wait_serving_reports_connection_errors(tmp_path: Path) -> None:
     security = ServerSecurity(Authority().store(tmp_path, "prefill"))
     async with serving(security) as address, open_channel(address) as channel:
         with pytest.raises(
@@ -353,7 +355,7 @@ async def test_wait_serving_says_why_there_is_no_connection(tmp_path: Path) -> N
             await wait_serving(channel, SERVICE, timeout_s=1)
 
 
-async def test_the_log_has_the_names_of_bad_fields_and_not_what_was_in_them(
+async def test_the_log_has_names_of_bad_fields_without_their_values(
     echo: tuple[EchoGeneration, GrpcServer, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -116,7 +116,7 @@ def test_invalid_request_names_each_field() -> None:
     ]
 
 
-def test_capacity_tells_when_to_come_back() -> None:
+def test_capacity_errors_carry_a_retry_delay() -> None:
     failure = failure_of(make(errors.CapacityError))
     (retry,) = unpack(failure, details_pb2.RetryInfo)
     (quota,) = unpack(failure, details_pb2.QuotaFailure)
@@ -131,7 +131,7 @@ def test_capacity_tells_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("estimated_s", [50.0, 3.9e5, math.inf])
-def test_the_time_to_come_back_is_bounded_whoever_estimates_it(estimated_s: float) -> None:
+def test_the_retry_delay_is_bounded_for_every_source(estimated_s: float) -> None:
     for error in (
         errors.CapacityError("full", resource="pages", retry_after_s=estimated_s),
         errors.UnavailableError("gone", retry_after_s=estimated_s),
@@ -198,7 +198,7 @@ def test_a_status_fits_into_the_metadata_that_every_client_accepts(text: str) ->
         )
 
 
-def test_the_first_violations_are_told_and_how_many_more_there_are() -> None:
+def test_the_first_violations_and_the_number_of_others_are_reported() -> None:
     given = [FieldViolation(f"field[{i}]", "is bad") for i in range(16 + 104)]
     back = error_from_rpc(as_rpc_error(failure_of(errors.InvalidRequestError(*given))))
     assert isinstance(back, errors.InvalidRequestError)

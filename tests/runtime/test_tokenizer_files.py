@@ -21,7 +21,7 @@ def digest(folder: Path, content: object, **options: object) -> str:
     return tokenizer_digest(folder)
 
 
-def test_what_it_says_counts_and_not_how_it_is_written(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_and_not_on_format(tmp_path: Path) -> None:
     first = digest(tmp_path, SAYS)
     assert len(first) == 16
     assert first == digest(tmp_path, dict(reversed(SAYS.items())), indent=4)
@@ -56,7 +56,7 @@ def vocabulary(folder: Path) -> Path:
     return folder
 
 
-def test_one_is_made_of_its_files_and_nothing_is_written_beside_them(tmp_path: Path) -> None:
+def test_a_tokenizer_is_built_from_its_files_without_writing_any(tmp_path: Path) -> None:
     model, cache = vocabulary(tmp_path / "model"), {"BATON_CACHE_DIR": str(tmp_path / "cache")}
     before = sorted(model.iterdir())
     assert find_tokenizer(model, cache) is None
@@ -148,7 +148,7 @@ def test_mistrals_own_format_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_built_is_reported(tmp_path: Path) -> None:
     cache = {"BATON_CACHE_DIR": str(tmp_path / "cache")}
     (tmp_path / "none").mkdir()
     assert make_tokenizer(tmp_path / "none", cache) == (

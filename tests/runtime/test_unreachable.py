@@ -57,7 +57,7 @@ async def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
         )
 
 
-async def test_what_is_no_grpc_server_is_named() -> None:
+async def test_a_server_without_grpc_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes connections for it
         assert await problem(address_of(silent)) == "it accepts the connection but sends nothing"
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -77,12 +77,12 @@ def answer_http(listening: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
 
-async def test_what_is_not_there_is_named() -> None:
+async def test_an_unreachable_target_is_named() -> None:
     assert await problem("127.0.0.1:1") == "connection refused"
     assert (await problem("nowhere.invalid:7000")).startswith("nowhere.invalid ")
 
 
-def test_other_details_stay_as_they_are() -> None:
+def test_other_details_are_unchanged() -> None:
     assert reach_problem("the queue is full") == "the queue is full"
     assert reach_problem(None) == "no details"
     assert reach_problem(

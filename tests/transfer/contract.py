@@ -80,7 +80,7 @@ class TransportContract:
         assert (send.state, receive.state) == (DONE, DONE)
         assert target == pattern(num_bytes)
 
-    def test_tags_decide_where_bytes_go(self, pair: Pair) -> None:
+    def test_tags_select_the_receive_buffer(self, pair: Pair) -> None:
         targets = [poisoned(20_000) for _ in range(8)]
         receives = [
             pair.right.post_receive(pair.to_left, PREFIX + i, target)
@@ -161,7 +161,7 @@ class TransportContract:
         assert pair.right.refused == {RefusalReason.FOREIGN: 1}
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
-    def test_a_message_that_comes_twice_is_refused_as_repeated_and_after_its_epoch_as_late(
+    def test_a_duplicate_message_is_refused_as_repeated_then_as_late(
         self, pair: Pair, num_bytes: int
     ) -> None:
         target = poisoned(num_bytes)
@@ -204,7 +204,7 @@ class TransportContract:
         assert pair.ended.count(receive) == 1
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
-    def test_retiring_lets_go_of_senders_whose_messages_nobody_took(
+    def test_retiring_releases_senders_of_unreceived_messages(
         self, pair: Pair, num_bytes: int
     ) -> None:
         sends = [pair.left.send(pair.to_right, PREFIX + i, pattern(num_bytes)) for i in range(5)]
@@ -332,7 +332,7 @@ class TransportContract:
         assert least_cpu_s(wait) < 0.25
 
     @pytest.mark.long
-    def test_a_thousand_sessions_leave_nothing_behind(self, pair: Pair) -> None:
+    def test_a_thousand_sessions_leak_nothing(self, pair: Pair) -> None:
         def session(number: int) -> None:
             tag = (number << TAG_OFFSET_BITS) + 1
             target = poisoned(20_000)

@@ -211,7 +211,7 @@ def test_every_state_has_a_deadline(
 
 
 @pytest.mark.parametrize("is_told_before", [True, False])
-def test_a_failed_session_waits_for_the_word_that_its_source_is_lost_and_then_for_another(
+def test_a_failed_session_waits_for_source_loss_and_then_a_new_source(
     session: ReceiveSession, clock: ManualClock, *, is_told_before: bool
 ) -> None:
     if is_told_before:
@@ -242,7 +242,7 @@ def test_a_prompt_that_is_computed_moves_as_long_as_that_takes(clock: ManualCloc
     assert session.remaining_s() == 30
 
 
-def test_a_prompt_that_was_computed_before_its_landing_came_has_its_time_from_then(
+def test_the_timeout_of_a_computed_prompt_starts_when_all_stages_open(
     clock: ManualClock,
 ) -> None:
     session = SendSession("s", epoch=0, num_stages=2, clock=clock, timeouts=TIMEOUTS)
@@ -271,7 +271,7 @@ def test_a_stage_that_gives_up_unasked_fails_the_session(session: ReceiveSession
     assert session.state is ReceiveState.FAILED
 
 
-def test_foreign_reports_are_a_bug(session: ReceiveSession) -> None:
+def test_reports_of_an_unknown_stage_are_a_bug(session: ReceiveSession) -> None:
     with pytest.raises(InternalError):
         session.on_stage_event(2, report(OPEN))
     with pytest.raises(InternalError):

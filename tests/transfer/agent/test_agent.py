@@ -116,7 +116,7 @@ def test_a_layer_leaves_only_when_it_is_done(pools: Pools) -> None:
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
 
 
-def test_layers_done_before_the_landing_are_remembered(pools: Pools) -> None:
+def test_layers_done_before_the_terms_arrive_are_remembered(pools: Pools) -> None:
     source, dest = source_and_dest(pools, 2, 2)
     for stage in source.stages:
         stage.agent.expect_send(1, NUM_TOKENS)
@@ -289,7 +289,7 @@ def test_an_unreachable_source_fails_the_receive(pools: Pools) -> None:
     assert dest.wait("s", FAILED)[0].error_reason == "PEER_LOST"
 
 
-def test_shutdown_drains_what_is_open(pools: Pools) -> None:
+def test_shutdown_drains_open_sessions(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     dest.open_receive(terms, dest.destination(terms, DEST_PAGES))
@@ -298,7 +298,7 @@ def test_shutdown_drains_what_is_open(pools: Pools) -> None:
     assert dest.stages[0].agent.failure is None
 
 
-def test_a_request_that_is_over_does_not_come_back_with_a_batch_that_was_on_its_way(
+def test_a_late_batch_does_not_reopen_a_closed_request(
     pools: Pools,
 ) -> None:
     source, dest = source_and_dest(pools)

@@ -206,7 +206,7 @@ def test_one_flipped_bit_is_caught_and_named(stages: Stages) -> None:
     assert event.error_text.startswith(item.name)
 
 
-def test_a_layer_leaves_when_its_event_has_passed_while_the_next_chunk_computes(
+def test_a_layer_is_sent_after_its_event_while_the_next_chunk_computes(
     stages: Stages,
 ) -> None:
     """Overlap, seen from both ends: bytes of the first chunk have landed before the last chunk's
@@ -234,7 +234,7 @@ def test_a_layer_leaves_when_its_event_has_passed_while_the_next_chunk_computes(
     assert source.agent.stats().num_waiting_layers == 0
 
 
-def test_an_event_that_never_passes_fails_the_session_with_the_layer_s_name(stages: Stages) -> None:
+def test_an_event_that_never_passes_fails_the_session_and_names_the_layer(stages: Stages) -> None:
     source, dest = stages("prefill", limits=AgentLimits(layer_s=0.1)), stages("decode")
     hand_over(source, dest)
     source.agent.layer_done(1, 1, 8, after=HandEvent())
@@ -253,7 +253,7 @@ def test_an_event_that_never_passes_fails_the_session_with_the_layer_s_name(stag
     )
 
 
-def test_closing_while_events_are_pending_leaves_nothing_behind(stages: Stages) -> None:
+def test_closing_while_events_are_pending_leaks_nothing(stages: Stages) -> None:
     source, dest = stages("prefill"), stages("decode")
     hand_over(source, dest)
     event = HandEvent()
@@ -287,7 +287,7 @@ def test_a_sender_is_drained_only_when_no_copy_reads_its_pages_any_more(stages: 
     source.log.wait("s", DRAINED)
 
 
-def test_a_receiver_is_complete_and_drained_only_when_every_copy_has_arrived(
+def test_a_receiver_is_complete_and_drained_only_after_every_copy(
     stages: Stages,
 ) -> None:
     copies = HandCopies(free=False)
@@ -334,7 +334,7 @@ def test_messages_that_wait_for_a_buffer_are_given_up_at_a_close(stages: Stages)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_copy_that_never_ends_fails_the_stage_and_is_never_called_drained(stages: Stages) -> None:
+def test_a_copy_that_never_ends_fails_the_stage_and_never_drains(stages: Stages) -> None:
     copies = HandCopies(free=False)
     source, dest = stages("prefill", copies=copies, copy_limit_s=0.2), stages("decode")
     hand_over(source, dest)
@@ -353,7 +353,7 @@ def reaching(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
     return lambda: UcxTransport(profile=TransportProfile.CUDA, clock=SystemClock())
 
 
-def test_where_ucx_reaches_the_device_nothing_that_moves_crosses_the_host(
+def test_a_direct_route_moves_no_bytes_through_the_host(
     stages: Stages, reaching: Callable[[], Transport]
 ) -> None:
     source = stages("prefill", transport=reaching(), route=Route.DIRECT, num_buffers=2)
@@ -369,7 +369,7 @@ def test_where_ucx_reaches_the_device_nothing_that_moves_crosses_the_host(
         stage.log.wait("s", DRAINED)
 
 
-def test_a_direct_receive_is_complete_only_when_its_bytes_were_read_back_and_match(
+def test_a_direct_receive_completes_only_after_a_matching_read_back(
     stages: Stages, reaching: Callable[[], Transport]
 ) -> None:
     copies = HandCopies(free=False)
@@ -386,7 +386,7 @@ def test_a_direct_receive_is_complete_only_when_its_bytes_were_read_back_and_mat
     assert dest.log.wait("s", COMPLETE, FAILED).error_reason == "DIGEST_MISMATCH"
 
 
-def test_a_direct_route_meets_a_pinned_one_and_the_host(
+def test_a_direct_route_works_with_a_pinned_one_and_the_host(
     stages: Stages, reaching: Callable[[], Transport]
 ) -> None:
     """Which way a side's bytes go is its own affair."""
@@ -401,7 +401,7 @@ def test_a_direct_route_meets_a_pinned_one_and_the_host(
     assert_landed(direct, pinned)
 
 
-def test_a_profile_for_devices_is_refused_where_ucx_reaches_none() -> None:
+def test_a_device_profile_is_refused_if_ucx_reaches_no_device() -> None:
     with pytest.raises(
         ConfigError, match="does not reach CUDA devices here: of cuda_copy, cuda_ipc it has neither"
     ):
@@ -439,7 +439,7 @@ def test_a_thread_without_a_context_is_refused_at_the_start() -> None:
     assert agent.shutdown(60.0)
 
 
-def test_what_keeps_the_thread_from_its_device_is_raised_at_the_start() -> None:
+def test_a_device_error_of_the_thread_is_raised_at_the_start() -> None:
     def refuse() -> None:
         raise ConfigError("device cuda:7 cannot be used for handoffs", field="device")
 
@@ -473,7 +473,7 @@ def test_a_device_is_no_host_memory() -> None:
     transport.close()
 
 
-def test_staging_says_what_it_cannot_do() -> None:
+def test_staging_refuses_unsupported_copies() -> None:
     with pytest.raises(ConfigError, match="at least 2 buffers"):
         PinnedStaging(HandCopies(), num_buffers=1, buffer_bytes=64, pinned=False)
     copies = HandCopies(free=False)

@@ -105,7 +105,7 @@ def test_one_flipped_bit_in_any_item_is_caught_and_named(
     dest.shutdown()
 
 
-def test_a_damaged_list_of_authenticators_is_told_from_damaged_items(
+def test_a_damaged_list_of_authenticators_differs_from_damaged_items(
     make_transport: Callable[[], Transport],
 ) -> None:
     damaging = DamagingTransport(make_transport())

@@ -34,7 +34,7 @@ def test_a_layer_waits_for_its_event() -> None:
     assert gate.num_waiting == 0
 
 
-def test_events_that_pass_out_of_order_release_other_layers_but_no_later_chunk() -> None:
+def test_out_of_order_events_release_other_layers_but_no_later_chunk() -> None:
     gate, first, second, other = Gate(), HandEvent(), HandEvent(passed=True), HandEvent(passed=True)
     gate.add(DoneLayer(1, 0, 8), first)
     gate.add(DoneLayer(1, 0, 16), second)
@@ -57,7 +57,7 @@ def test_all_rows_of_a_batch_share_one_question() -> None:
     assert len(gate.passed()) == 20
 
 
-def test_few_questions_are_asked_at_a_time_and_not_too_often() -> None:
+def test_few_events_are_queried_at_a_time_and_not_too_often() -> None:
     gate, events = Gate(), [HandEvent() for _ in range(50)]
     for layer_id, event in enumerate(events):
         gate.add(DoneLayer(1, layer_id, 8), event)
@@ -90,7 +90,7 @@ def test_too_many_layers_are_refused() -> None:
         gate.add(DoneLayer(1, 2, 8), event)
 
 
-def test_a_request_that_is_gone_is_not_waited_for() -> None:
+def test_a_closed_request_is_not_waited_for() -> None:
     gate, event = Gate(), HandEvent()
     gate.add(DoneLayer(1, 0, 8), event)
     gate.add(DoneLayer(2, 0, 8), event)

@@ -34,7 +34,7 @@ def test_order_of_specs_does_not_matter() -> None:
         ("abcdef0123456789", (*SPECS, CacheSpec(9, CacheKind.LATENT, (4, 8), "bfloat16", 2)), 4),
     ],
 )
-def test_every_difference_is_told(
+def test_every_difference_is_reported(
     revision: str, specs: tuple[CacheSpec, ...], page_size: int
 ) -> None:
     theirs = compatibility(revision=revision, specs=specs, page_size=page_size)
@@ -45,7 +45,7 @@ def test_every_difference_is_told(
     assert MINE.text != theirs.text
 
 
-def test_index_keys_that_nobody_reads_are_not_compared_s2_10() -> None:
+def test_unused_index_keys_are_not_compared_s2_10() -> None:
     """A pool that keeps them for layers that share their selection fits one that leaves them
     out."""
     index_keys = CacheSpec(2, CacheKind.INDEX_KEY, (4, 16), "bfloat16", 2)

@@ -152,7 +152,7 @@ def test_items_wait_for_their_last_token_and_never_span_a_chunk_border(
 
 
 @given(handoffs())
-def test_both_sides_number_messages_alike_and_no_tag_is_used_twice(
+def test_both_sides_number_messages_equally_without_repeated_tags(
     handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]],
 ) -> None:
     source, destination, specs = handoff
@@ -255,7 +255,7 @@ def test_sides_that_derive_different_plans_refuse_each_other(change: dict[str, o
         (8, False, "held_tokens is 8, and the source sends every page"),
     ],
 )
-def test_only_whole_pages_are_held_and_only_from_a_source_that_knows(
+def test_held_tokens_must_be_whole_pages_and_need_a_capable_source(
     held_tokens: int,
     sends_rest: bool,  # noqa: FBT001
     message: str,
@@ -265,7 +265,7 @@ def test_only_whole_pages_are_held_and_only_from_a_source_that_knows(
         destination_of(source, (4, 5, 6), hybrid_specs(4), held_tokens=held_tokens)
 
 
-def test_names_say_what_and_where() -> None:
+def test_names_describe_item_and_place() -> None:
     specs = hybrid_specs(2)
     source = terms((1, 2, 3), 9, num_layers=2, chunk_tokens=100)
     items = plan_lane(source, destination_of(source, (4, 5, 6), specs, num_layers=2), specs, 0, 0)

@@ -69,7 +69,7 @@ def test_a_trailer_gives_its_authenticators_back_and_every_damage_is_found() -> 
         trailer[bit // 8] ^= 1 << bit % 8
 
 
-def test_which_items_differ_is_named() -> None:
+def test_differing_items_are_named() -> None:
     assert differing([b"a", b"b", b"c"], [b"a", b"x", b"y"]) == [1, 2]
 
 

@@ -25,7 +25,7 @@ def test_frames_are_accepted_once_and_in_order() -> None:
     assert [receiver.open(0, frame) for frame in frames] == [RefusalReason.REPLAYED] * 4
 
 
-def test_a_frame_before_which_others_are_missing_is_refused_and_is_still_due_after_them() -> None:
+def test_a_frame_ahead_of_missing_ones_is_refused_and_accepted_later() -> None:
     sender, receiver = FrameSeals(FORMING, 0), FrameSeals(FORMING, 1)
     first, second = sealed(sender, 1), sealed(sender, 1)
     assert receiver.open(0, second) is RefusalReason.SKIPPED
@@ -89,7 +89,7 @@ def test_each_direction_has_a_tag_and_authenticators_of_its_own() -> None:
         assert members[1].open(0, sealed(members[sender], receiver)) is RefusalReason.DAMAGED
 
 
-def test_where_numbers_begin_does_not_show_what_is_next_elsewhere() -> None:
+def test_first_sequence_numbers_reveal_no_other_counter() -> None:
     starts = {
         Direction(forming_of(epoch, 2), "test", *pair).next
         for epoch in (1, 2)

@@ -93,7 +93,7 @@ def test_a_set_between_the_two_halves_of_clear_leaves_nothing(
     assert is_readable(wakeup) == wakeup.is_set
 
 
-def test_sets_and_clears_from_two_threads_end_with_a_descriptor_that_agrees(wakeup: Wakeup) -> None:
+def test_concurrent_sets_and_clears_leave_a_consistent_descriptor(wakeup: Wakeup) -> None:
     def set_often() -> None:
         for _ in range(2000):
             wakeup.set()

@@ -37,7 +37,7 @@ def test_a_peer_with_nothing_under_way_may_be_silent_for_ever() -> None:
     assert watched.after(4, {"a"}) == ["a"]
 
 
-def test_whoever_did_not_ask_blames_nobody_for_that_time() -> None:
+def test_time_without_polling_counts_against_no_peer() -> None:
     watched = Watched()
     watched.after(5, {"a"})
     watched.clock.advance(60.0)

@@ -54,7 +54,7 @@ def test_without_frames_of_late_it_soon_sleeps(core: Core) -> None:
     assert core.wait(0.003) == pytest.approx(LEAST_S, abs=2 * LOOK_S)
 
 
-def test_it_stays_awake_for_as_long_as_the_last_waits_took(core: Core) -> None:
+def test_it_spins_for_as_long_as_the_last_waits_took(core: Core) -> None:
     core.wait(0.003)
     assert core.wait(0.005) == pytest.approx(0.005)
     assert core.wait(1.0) == pytest.approx(0.010, abs=2 * LOOK_S)
@@ -79,7 +79,7 @@ def test_steps_so_long_that_waking_does_not_count_are_slept_through(core: Core) 
         assert core.wait(2 * LONGEST_S) == pytest.approx(LEAST_S, abs=2 * LOOK_S)
 
 
-def test_once_idle_it_does_not_stay_awake_again(core: Core) -> None:
+def test_once_idle_it_does_not_spin_again(core: Core) -> None:
     core.wait(0.004)
     core.spin.begin()
     core.awake_s(1.0)

@@ -110,7 +110,7 @@ def test_closing_ends_the_receives_of_a_killed_source_at_once(
 
 
 @pytest.mark.parametrize("num_turns", [0, 3, 30])
-def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
+def test_no_byte_of_a_stopped_source_arrives_after_its_receives_ended(
     receiver: UcxTransport, child: SendingChild, num_turns: int
 ) -> None:
     """The drain proof: a source that hangs in mid-message, is cut off, and continues much later."""
@@ -279,7 +279,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_a_free_descriptor_what_is_connected_goes_on() -> None:
+def test_open_connections_continue_without_a_free_descriptor() -> None:
     """Connections to other ports of a process may take all there are; the handoff's thread survives
     it."""
     clock = ManualClock()
