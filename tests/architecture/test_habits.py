@@ -159,7 +159,7 @@ def environment_proxies(name: str, tree: ast.AST) -> Iterator[ast.expr]:
             yield node
 
 
-def test_no_proxy_stands_between_processes() -> None:
+def test_processes_connect_without_a_proxy() -> None:
     found = [
         where(name, node) for name, tree in modules(*PRODUCT).items() for node in environment_proxies(name, tree)
     ]  # fmt: skip

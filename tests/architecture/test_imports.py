@@ -109,7 +109,7 @@ def test_no_package_imports_itself_through_others() -> None:
     assert find_cycle(package_graph(import_graph(*PACKAGES))) == []
 
 
-def test_the_rooms_of_the_engine_stand_on_each_other() -> None:
+def test_packages_of_the_engine_import_in_one_direction() -> None:
     packages = {
         name: targets
         for name, targets in package_graph(import_graph("engine")).items()
@@ -180,7 +180,7 @@ for name in {wanted!r}:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reader_sees_imports_wherever_they_are() -> None:
+def test_the_reader_sees_nested_imports() -> None:
     source = """
 import a.b
 from c import d, e

@@ -72,13 +72,13 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_programs_in_strings_import_what_there_is(package: str) -> None:
+def test_programs_in_strings_import_existing_names(package: str) -> None:
     found = {name: lost_imports(tree, names(*PACKAGES)) for name, tree in modules(package).items()}
     assert {name: lost for name, lost in found.items() if lost} == {}
 
 
 @pytest.mark.parametrize("package", PRODUCT)
-def test_prose_names_what_there_is(package: str) -> None:
+def test_prose_names_existing_modules(package: str) -> None:
     found = {name: lost_mentions(tree, names(*PACKAGES)) for name, tree in modules(package).items()}
     assert {name: lost for name, lost in found.items() if lost} == {}
 

@@ -118,7 +118,7 @@ def test_tables_exist_and_are_long() -> None:
     assert {path for path in TABLES if lengths.get(path, 0) <= MAX_FILE_LINES} == set()
 
 
-def test_the_reader_measures_functions_wherever_they_are() -> None:
+def test_the_reader_measures_nested_functions() -> None:
     tree = ast.parse("""
 class Outer:
     @decorated

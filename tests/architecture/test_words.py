@@ -17,7 +17,7 @@ ALIAS_FORMS = (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)
 CASE_ID = re.compile(r"s[0-4]_[0-9]+")
 
 
-def test_no_class_name_stands_for_two_things() -> None:
+def test_no_class_name_has_two_meanings() -> None:
     """Leading underscores do not tell names apart, and an alias is a name as a class is.
 
     One alias in several modules is one thing if its definition is the same.

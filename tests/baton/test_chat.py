@@ -104,7 +104,7 @@ async def conversation(*flags: str) -> AsyncIterator[Person]:
         await server.drain(grace_s=0)
 
 
-async def test_what_is_pasted_is_one_turn_and_commands_are_no_questions() -> None:
+async def test_pasted_text_is_one_turn_and_commands_are_not_sent() -> None:
     async with conversation() as person:
         person.type(f"{PASTE}first line\nsecond line{PASTED}")
         person.type(ENTER)

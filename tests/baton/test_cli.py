@@ -65,7 +65,7 @@ async def test_it_says_its_version() -> None:
     assert (await baton("--version")).stdout == f"baton {VERSION}\n"
 
 
-async def test_choices_are_shown_when_they_are_whole_and_a_missing_schema_is_one_line(
+async def test_choices_print_when_complete_and_a_missing_schema_is_one_line(
     address: str,
 ) -> None:
     done = await baton("generate", "one two", "--n", "2", "--regex", "x", "--target", address)
@@ -161,7 +161,7 @@ async def test_messages_tools_and_template_arguments_come_from_files_and_flags(
         ("", ("x", "--messages", "-"), "--messages excludes a PROMPT"),
     ],
 )
-async def test_what_is_no_conversation_is_one_line(
+async def test_an_invalid_conversation_is_one_line(
     address: str, content: str, flags: tuple[str, ...], says: str
 ) -> None:
     done = await baton("generate", *flags, "--target", address, stdin=content)
@@ -170,7 +170,7 @@ async def test_what_is_no_conversation_is_one_line(
     assert done.stderr.count("\n") == 1
 
 
-async def test_flush_says_what_each_worker_gave_up(address: str) -> None:
+async def test_flush_prints_the_pages_each_worker_freed(address: str) -> None:
     done = await baton("flush", "--target", address)
     assert (done.returncode, done.stderr) == (1, ""), "one could not be reached"
     assert done.stdout == "prefill 127.0.0.1:1: 3 pages\ndecode 127.0.0.1:2: away\n"

@@ -59,7 +59,7 @@ async def test_events_become_values(echo: tuple[EchoGeneration, str]) -> None:
     ]
 
 
-async def test_sync_client_says_the_same(echo: tuple[EchoGeneration, str]) -> None:
+async def test_sync_client_raises_the_same_errors(echo: tuple[EchoGeneration, str]) -> None:
     def talk() -> tuple[str, str, tuple[str, ...], int]:
         with BatonClient(echo[1]) as client:
             return (
@@ -222,7 +222,9 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
         (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
     ],
 )
-def test_what_does_not_fit_the_message_is_named(query: Query, field: str, says: str) -> None:
+def test_a_value_that_does_not_fit_the_message_is_named(
+    query: Query, field: str, says: str
+) -> None:
     with pytest.raises(errors.InvalidRequestError) as caught:
         wire.request_of(query)
     (violation,) = caught.value.violations
@@ -275,13 +277,13 @@ async def test_leaving_the_sync_iterator_aborts_the_request(
     await leaving
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_an_unreachable_server_is_unavailable() -> None:
     async with AsyncBatonClient("127.0.0.1:1") as client:
         with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1"):
             await client.complete(Query("x"), timeout_s=30)
 
 
-async def test_a_call_that_grpc_gives_up_is_not_said_to_meet_nobody() -> None:
+async def test_a_call_aborted_by_grpc_is_not_reported_as_unreachable() -> None:
     """As it does where more calls come than an event loop takes from it; the router is there."""
 
     class GivesUp(EchoGeneration):

@@ -230,7 +230,7 @@ async def test_files_in_the_working_directory_are_not_taken_for_roles(
     assert "--prefill" in done.stdout
 
 
-async def test_a_killed_process_comes_back_under_its_address(cluster: LocalCluster) -> None:
+async def test_a_killed_process_restarts_at_its_address(cluster: LocalCluster) -> None:
     process = cluster.processes["decode-0.1"]
     await eventually(process.spec.announce.exists)
     process.kill()
@@ -277,11 +277,11 @@ async def test_a_process_that_had_served_is_started_again_without_a_long_pause(
     assert await pauses(tmp_path, log, lambda: True) == ["0.1 s"] * 3
 
 
-async def test_pauses_grow_where_a_process_dies_before_it_serves(tmp_path: Path, log: Log) -> None:
+async def test_pauses_grow_if_a_process_dies_before_it_serves(tmp_path: Path, log: Log) -> None:
     assert await pauses(tmp_path, log, lambda: False) == ["0.1 s", "0.2 s", "0.4 s"]
 
 
-async def test_the_supervisor_says_when(cluster: LocalCluster, log: Log) -> None:
+async def test_the_supervisor_reports_when(cluster: LocalCluster, log: Log) -> None:
     process = cluster.processes["prefill-0"]
     await eventually(lambda: process._has_served)  # asked of its health
     process.kill()
@@ -337,7 +337,7 @@ async def test_a_process_that_refuses_its_settings_ends_the_start_as_such(
             pass
 
 
-async def test_a_cluster_that_never_serves_says_who(
+async def test_a_cluster_that_never_serves_names_the_missing_process(
     tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_serving = LocalCluster.wait_serving  # the time to start is not what runs out
@@ -363,7 +363,7 @@ class Restarted:
         self.num_restarts += 1
 
 
-async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(
+async def test_a_restart_shows_its_token_and_names_missing_processes(
     tmp_path: Path, log: Log
 ) -> None:
     token_file = tmp_path / "token"
@@ -457,7 +457,7 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
     assert not any(map(alive, started))
 
 
-def test_every_line_of_up_and_its_processes_is_json_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_up_and_its_processes_log_json_with_the_json_style(tmp_path: Path) -> None:
     """What the stand-ins print is no JSON, what they log is."""
     with up(tmp_path, "--log-style", "json") as child:
         lines = read_until(child, "ready: ")
@@ -481,7 +481,7 @@ def test_every_line_of_up_and_its_processes_is_json_where_that_is_asked_for(tmp_
         ("broken", 1, "baton up: decode-0 ended with exit code 1: the weights are not readable"),
     ],
 )
-def test_a_start_that_fails_says_why_in_json_too(
+def test_a_failed_start_gives_its_reason_in_json_too(
     tmp_path: Path, name: str, code: int, says: str
 ) -> None:
     with up(tmp_path, "--log-style", "json", name=name) as child:

@@ -16,7 +16,7 @@ from baton.core_places import core_places
         (1, 1, (5,), (5, 5), (5,)),
     ],
 )
-def test_routers_keep_off_prefill_workers_where_they_can(
+def test_routers_avoid_cores_of_prefill_workers_if_possible(
     prefill: int,
     decode: int,
     cores: tuple[int, ...],

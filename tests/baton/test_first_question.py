@@ -38,7 +38,7 @@ COMPLETES = replace(OWN, has_chat_template=False)
         ),
     ],
 )
-def test_both_doors_are_asked_the_same_in_the_form_that_the_model_answers(
+def test_both_apis_are_asked_the_same_question(
     model: ModelInfo | None, words: str, path: str, asked: dict[str, object]
 ) -> None:
     question = FirstQuestion.of(model)
@@ -58,7 +58,7 @@ def test_a_model_without_a_tokenizer_is_asked_in_token_ids() -> None:
     )
 
 
-def test_curl_passes_a_proxy_by_where_it_would_go_through_one(
+def test_curl_bypasses_a_proxy_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):

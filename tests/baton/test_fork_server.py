@@ -98,7 +98,7 @@ async def test_a_fork_is_as_good_as_a_process_of_its_own(link: ForkServerLink) -
     assert again["random"] != words["random"]
 
 
-async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: ForkServerLink) -> None:
+async def test_a_signal_to_its_group_ends_no_other_process(link: ForkServerLink) -> None:
     first, second = await start(link, "stay"), await start(link, "stay")
     os.killpg(first.pid, signal.SIGKILL)  # as soon as it has started
     assert await asyncio.wait_for(first.wait(), 60) == -signal.SIGKILL

@@ -143,7 +143,7 @@ def test_the_reason_of_its_end_is_written_in_the_style_of_its_logs(
     )
 
 
-def test_what_it_cannot_stand_before_is_refused(tmp_path: Path) -> None:
+def test_unsupported_gateway_settings_are_refused(tmp_path: Path) -> None:
     check_can_serve("127.0.0.1:0", PLAIN_CHANNEL)
     with pytest.raises(ConfigError, match="http must be HOST:PORT"):
         check_can_serve("8000", PLAIN_CHANNEL)
@@ -192,7 +192,7 @@ async def test_a_proxy_of_the_environment_is_passed_by(
         await wait_ready(f"{host}:{port}", timeout_s=30.0)
 
 
-async def test_waiting_for_what_is_not_there_ends_with_the_reason() -> None:
+async def test_waiting_for_a_missing_gateway_ends_with_the_reason() -> None:
     with pytest.raises(
         UnavailableError, match=r"127\.0\.0\.1:9 is not ready after 3 s: .*connection"
     ):

@@ -84,7 +84,7 @@ async def baton_load(*flags: str) -> tuple[int, str, str]:
     return process.returncode or 0, out.decode(), err.decode()
 
 
-async def test_a_vllm_engine_is_loaded_and_the_run_is_drawn(tmp_path: Path) -> None:
+async def test_a_vllm_engine_is_loaded_and_the_run_is_plotted(tmp_path: Path) -> None:
     async with engine() as (servicer, address):
         code, out, err = await baton_load(
             "--api",
@@ -119,7 +119,7 @@ async def test_a_vllm_engine_is_loaded_and_the_run_is_drawn(tmp_path: Path) -> N
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-async def test_a_trace_is_replayed_and_told_as_a_table(tmp_path: Path) -> None:
+async def test_a_trace_is_replayed_and_printed_as_a_table(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"at_s": 0, "prompt_tokens": 3, "output_tokens": 1}\n'
@@ -136,7 +136,7 @@ async def test_a_trace_is_replayed_and_told_as_a_table(tmp_path: Path) -> None:
     assert [len(request.token_ids.ids) for request in servicer.requests] == [3, 5]
 
 
-async def test_of_a_trace_as_many_are_sent_as_asked_for_and_none_is_cut_in_silence(
+async def test_a_trace_is_limited_by_requests_and_never_truncated(
     tmp_path: Path,
 ) -> None:
     """The echo's context is 64 tokens."""
@@ -206,7 +206,7 @@ async def test_the_engine_client_speaks_token_ids_and_our_errors() -> None:
             [event async for event in client.generate(Query((ChatMessage("user", "hello"),)))]
 
 
-def test_what_is_not_installed_or_possible_is_said_before_the_run(
+def test_missing_packages_and_options_are_reported_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):

@@ -46,7 +46,7 @@ async def test_an_encoding_without_frames_ends_no_command(
     assert done.stdout.isascii()
 
 
-async def test_what_an_encoding_lacks_is_drawn_or_escaped(address: str) -> None:
+async def test_characters_an_encoding_lacks_are_replaced_or_escaped(address: str) -> None:
     """By hand: U+2502 is a frame, U+2603 a snowman."""
     plain = {"PYTHONIOENCODING": "ascii"}
     done = await baton("generate", "a│b ☃", "--target", address, environment=plain)
@@ -70,7 +70,7 @@ def test_a_file_name_that_is_no_text_ends_no_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-async def test_text_is_read_whatever_the_locale(address: str) -> None:
+async def test_text_is_read_in_any_locale(address: str) -> None:
     """The C locale without Python's own cure for it: ASCII, with bytes it does not know as
     surrogates."""
     bare = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -155,7 +155,7 @@ async def test_a_reader_that_leaves_ends_a_command_without_a_traceback(address: 
         assert done.stderr == ""
 
 
-async def test_where_nothing_listens_two_ways_on_are_named() -> None:
+async def test_a_refused_connection_names_two_next_steps() -> None:
     for command in (("status",), ("generate", "x"), ("load", "--requests", "1")):
         done = await baton(*command, "--target", "127.0.0.1:1")
         assert done.returncode == 1
@@ -165,7 +165,7 @@ async def test_where_nothing_listens_two_ways_on_are_named() -> None:
         )
 
 
-async def test_no_proxy_of_the_environment_stands_between_a_command_and_its_router(
+async def test_commands_ignore_proxies_of_the_environment(
     address: str,
 ) -> None:
     proxies = dict.fromkeys(

@@ -139,7 +139,7 @@ def test_the_files_metrics_ports_count_up() -> None:
             metrics_ports({"router": {"metrics_port": wrong}}, names)
 
 
-def test_the_file_says_where_the_router_listens_unless_a_flag_does() -> None:
+def test_the_file_sets_the_routers_address_unless_a_flag_does() -> None:
     tables = {"router": {"listen": "0.0.0.0:8100"}}
     assert listen_address(None, tables, "127.0.0.1:7000") == "0.0.0.0:8100"
     assert listen_address("127.0.0.1:1", tables, "127.0.0.1:7000") == "127.0.0.1:1"
@@ -148,7 +148,7 @@ def test_the_file_says_where_the_router_listens_unless_a_flag_does() -> None:
         listen_address(None, {"router": {"listen": "here"}}, "127.0.0.1:7000")
 
 
-def test_what_is_free_is_divided(tmp_path: Path) -> None:
+def test_free_memory_is_divided(tmp_path: Path) -> None:
     """0.8 of 10000 MiB, less two pools' weights of 100 and three processes of 384, between three:
     2216 MiB each."""
     memory = HostMemory(20000 * MIB, 10000 * MIB)
@@ -164,7 +164,7 @@ def test_what_is_free_is_divided(tmp_path: Path) -> None:
         ((), {"prefill": {"num_pages": 8}, "decode": {"memory_mb": 7}}),
     ],
 )
-def test_who_says_what_it_takes_gets_that(
+def test_an_explicit_memory_size_is_used(
     tmp_path: Path, own: tuple[str, ...], tables: Tables
 ) -> None:
     flags = memory_flags(

@@ -37,7 +37,7 @@ def scores(first: int, count: int) -> PromptLogprobs:
     )
 
 
-def test_a_seed_is_drawn_where_chance_decides_and_kept() -> None:
+def test_a_seed_is_generated_for_sampling_and_kept() -> None:
     drawn = iter(range(5, 9))
 
     def seed_of(query: Query) -> int | None:
@@ -50,7 +50,7 @@ def test_a_seed_is_drawn_where_chance_decides_and_kept() -> None:
     assert seed_of(Query("x", Sampling(temperature=0))) is None
 
 
-def test_the_next_attempt_says_what_has_come_of_every_choice() -> None:
+def test_the_next_attempt_carries_the_output_of_every_choice() -> None:
     answer = AnswerSoFar(Query("x", n=3), lambda: 0)
     assert answer.query().resumed == ()
     for event in (chunk(4, index=2), chunk(5, 6, index=2), chunk(7), finish(2)):
@@ -64,7 +64,7 @@ def test_the_next_attempt_says_what_has_come_of_every_choice() -> None:
     assert answer.is_whole
 
 
-def test_what_a_user_resumes_is_resumed_from_there() -> None:
+def test_a_resumed_request_is_resumed_again_from_its_end() -> None:
     answer = AnswerSoFar(Query("x", request_id="mine", resumed=((1, 2),)), lambda: 0)
     answer.news(chunk(3))
     assert answer.query().resumed == ((1, 2, 3),)
@@ -87,7 +87,7 @@ def test_scores_of_the_prompt_come_once() -> None:
     assert answer.news(chunk(scores=scores(3, 4))) == [chunk(scores=scores(4, 3))]
 
 
-def test_the_next_attempt_names_the_workers_that_drew_what_came() -> None:
+def test_the_next_attempt_names_the_workers_of_earlier_tokens() -> None:
     answer = AnswerSoFar(Query("x", n=2), lambda: 7)
     first = Chunk("r", (5,), "a", (), USAGE, index=1, compatibility="new")
     answer.news(first)

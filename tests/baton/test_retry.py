@@ -71,7 +71,7 @@ def pauses(of: RetryBudget, error: BatonError, clock: ManualClock | None = None)
         InternalError("a bug"),
     ],
 )
-def test_what_cannot_help_is_not_tried_again(error: BatonError) -> None:
+def test_permanent_errors_are_not_retried(error: BatonError) -> None:
     assert pauses(patience(targets=3), error) == []
 
 
@@ -86,7 +86,7 @@ def test_attempts_are_bounded(error: BatonError) -> None:
     assert pauses(patience(retry=NO_RETRY), error) == []
 
 
-def test_what_is_new_makes_patience_new() -> None:
+def test_progress_resets_the_retry_limit() -> None:
     of = patience()
     for _ in range(100):
         of.pause_after(GONE)
@@ -96,7 +96,7 @@ def test_what_is_new_makes_patience_new() -> None:
 @pytest.mark.parametrize(
     "error", [PeerLostError("died"), HandoffError("failed"), IntegrityError("damaged")]
 )
-def test_what_may_kill_workers_is_tried_once_more_whatever_came_between(error: BatonError) -> None:
+def test_a_request_that_may_kill_workers_is_retried_once(error: BatonError) -> None:
     of = patience(targets=3)
     of.pause_after(error)
     of.progressed()
@@ -104,7 +104,7 @@ def test_what_may_kill_workers_is_tried_once_more_whatever_came_between(error: B
         of.pause_after(error)
 
 
-def test_a_server_is_not_asked_before_the_time_it_named() -> None:
+def test_a_server_is_not_retried_before_its_retry_delay() -> None:
     for error in (
         CapacityError("full", resource="pages", retry_after_s=2.0),
         PeerLostError("died", retry_after_s=2.0),
@@ -119,7 +119,7 @@ def test_a_server_is_not_asked_before_the_time_it_named() -> None:
     assert len(set(full)) == len(full), "with jitter"
 
 
-def test_other_routers_are_asked_at_once_and_then_pauses_grow() -> None:
+def test_other_routers_are_tried_at_once_and_then_pauses_grow() -> None:
     found = pauses(patience(targets=3), GONE)
     assert all(pause < SPREAD_S for pause in found[:2])
     begun = patience(targets=1)
@@ -192,7 +192,7 @@ def test_routers_take_turns_and_those_that_failed_are_passed_over() -> None:
     assert {of.next() for _ in range(6)} == {0, 1, 2}
 
 
-def test_when_all_have_failed_the_one_that_may_be_back_first_is_asked() -> None:
+def test_after_all_failed_the_router_with_the_shortest_delay_is_tried() -> None:
     clock = ManualClock()
     of = Targets(2, clock, random.Random(0))
     of.failed(0, GONE)

@@ -86,7 +86,7 @@ async def test_settings_that_fit(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_starts_and_the_exit_code_says_why() -> None:
+def test_nothing_starts_and_the_exit_code_gives_the_reason() -> None:
     command = [
         sys.executable,
         "-m",

@@ -144,11 +144,11 @@ def test_a_start_prints_what_is_worth_attention() -> None:
     assert seen[-1] == lines[1]
 
 
-def test_ranks_that_share_a_stage_are_counted_beside_it() -> None:
+def test_ranks_that_share_a_stage_are_counted() -> None:
     assert "├ 0-32 ┤ x 2 ranks" in "\n".join(drawn(replace(PREFILL, tensor_size=2)))
 
 
-def test_data_ranks_stand_below_the_stages_of_their_pool() -> None:
+def test_data_ranks_are_listed_below_the_stages_of_their_pool() -> None:
     ranks = (DataRankStatus(0, 3, 50, 0), DataRankStatus(0, 1, 90, 0))
     text = "\n".join(drawn(replace(DECODE, tensor_size=4, data_ranks=ranks)))
     assert "data 0: 3 run, 50 pages free" in text

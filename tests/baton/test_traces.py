@@ -98,7 +98,7 @@ def test_published_tables_are_read_as_they_are(tmp_path: Path, table: str, expec
     )
 
 
-def test_a_limit_counts_what_is_sent(tmp_path: Path) -> None:
+def test_a_limit_counts_requests_sent(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(BURST_GPT)
     assert read_trace(path, limit=2) == Trace(

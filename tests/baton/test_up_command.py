@@ -32,7 +32,7 @@ def test_a_flag_of_the_cluster_is_its_setting() -> None:
     assert UpConfig.model_validate(given).cluster(None) == ClusterConfig.model_validate(given)
 
 
-def test_a_flag_of_workers_goes_to_them_and_one_for_all_roles_to_routers_too() -> None:
+def test_worker_flags_go_to_workers_and_shared_flags_to_routers_too() -> None:
     given = UpConfig(
         numerics="fast",
         draft=Path("d"),

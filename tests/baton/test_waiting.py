@@ -77,12 +77,12 @@ async def announced(
         await server.drain(grace_s=0)
 
 
-async def test_a_leader_says_what_its_pool_lacks(tmp_path: Path) -> None:
+async def test_a_leader_reports_the_stages_its_pool_lacks(tmp_path: Path) -> None:
     async with announced(tmp_path, "decode") as process:
         assert await reason_of(process, PLAIN_CHANNEL) == "waiting for 1 more stages to join"
 
 
-async def test_a_router_says_which_workers_it_cannot_use(tmp_path: Path) -> None:
+async def test_a_router_reports_unusable_workers(tmp_path: Path) -> None:
     async with announced(tmp_path, "router") as process:
         assert await reason_of(process, PLAIN_CHANNEL) == "decode 127.0.0.1:1: warming up"
 
@@ -108,13 +108,13 @@ async def test_certificates_that_do_not_fit_are_the_reason(tmp_path: Path) -> No
         assert await reason_of(process, client) == ""
 
 
-async def test_nothing_is_said_of_what_serves_or_does_not_listen(tmp_path: Path) -> None:
+async def test_serving_and_unreachable_processes_are_not_reported(tmp_path: Path) -> None:
     assert await reason_of(process_of(tmp_path, "prefill"), PLAIN_CHANNEL) == ""
     async with announced(tmp_path, "prefill", serves=True) as process:
         assert await reason_of(process, PLAIN_CHANNEL) == ""
 
 
-async def test_what_does_not_answer_is_not_waited_for(
+async def test_unresponsive_processes_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "ASK_S", 0.3)

@@ -93,7 +93,7 @@ LONG = [
 ]  # the context is 64 tokens
 
 
-def test_a_load_beyond_the_context_is_refused_unless_it_is_said_what_to_do() -> None:
+def test_a_load_beyond_the_context_needs_an_explicit_option() -> None:
     assert fitted(LONG[:1], 64, TooLong.REFUSE) == Fitted((LONG[0],))
     with pytest.raises(
         ConfigError,
@@ -111,7 +111,7 @@ def test_a_load_beyond_the_context_is_refused_unless_it_is_said_what_to_do() -> 
         fitted(LONG[1:2], 64, TooLong.SKIP)
 
 
-def test_what_is_not_sent_as_planned_is_told() -> None:
+def test_deviations_from_the_planned_load_are_reported() -> None:
     assert not list(changes(cut=0, skipped=0, unanswered=0, max_context_tokens=64))
     assert list(changes(cut=1, skipped=2, unanswered=3, max_context_tokens=64)) == [
         "requests cut to the context of 64 tokens: 1",
@@ -120,7 +120,7 @@ def test_what_is_not_sent_as_planned_is_told() -> None:
     ]
 
 
-def test_prompts_begin_alike_where_their_blocks_do() -> None:
+def test_prompts_share_a_prefix_if_their_blocks_do() -> None:
     """Three prompts of blocks of 512 tokens: the first two share one, the third has the second's
     last one."""
     planned = [Planned(0, 600, 1, (1, 2)), Planned(0, 1030, 1, (1, 3)), Planned(0, 512, 1, (3,))]

@@ -15,7 +15,7 @@ def test_a_ratio_is_the_median_over_pairs_so_that_drift_cancels() -> None:
     assert sides.least_ratio == pytest.approx(1.1)
 
 
-def test_gaps_of_a_stretch_of_time_lie_in_it_and_are_of_one_stream() -> None:
+def test_gaps_of_a_time_window_are_within_it_and_of_one_stream() -> None:
     streams = [[0.0, 1.0, 3.0, 6.0], [2.0, 2.5]]
     assert TimeSpan(1.0, 5.0).gaps(streams) == [2.0, 0.5]
 

@@ -6,7 +6,7 @@ from baton.workload import Planned
 from bench.cache_bound import Job, bounds, in_order, jobs_of, shortest_first, work_of
 
 
-def test_what_an_earlier_prompt_left_is_not_computed_again() -> None:
+def test_cached_pages_of_an_earlier_prompt_are_reused() -> None:
     """Blocks of 512: the second prompt has two of the first's, the third is all there but for its
     last token."""
     trace = [
@@ -34,7 +34,7 @@ def test_the_shortest_interrupts() -> None:
     assert shortest_first([0, 20], [1, 1], 1) == [1, 1]
 
 
-def test_nobody_waits_at_a_small_load() -> None:
+def test_no_request_waits_at_a_small_load() -> None:
     """So what is there is all that counts: nine of ten tokens of every prompt."""
     jobs = [Job(float(at), 100, 10) for at in range(20)]
     found = bounds(jobs, 0.1, 2)

@@ -83,7 +83,7 @@ def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_replayed_gets_one_line(
+def test_an_unusable_trace_gets_one_line(
     lines: str | None,
     flags: tuple[str, ...],
     named: str,

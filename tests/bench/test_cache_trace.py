@@ -22,7 +22,7 @@ def prompt_of(query: Query) -> list[int]:
     return [token for token in query.prompt if isinstance(token, int)]
 
 
-def test_prompts_share_what_their_blocks_share() -> None:
+def test_prompts_share_tokens_of_shared_blocks() -> None:
     """512 tokens of a block are 16 at a scale of 32."""
     first, second = (
         query_of(INFO, index, Planned(0.0, 1600, 320, blocks), 32)
@@ -35,6 +35,6 @@ def test_prompts_share_what_their_blocks_share() -> None:
     assert 2 not in prompt_of(first)
 
 
-def test_what_is_longer_than_the_context_is_cut() -> None:
+def test_prompts_longer_than_the_context_are_truncated() -> None:
     query = query_of(INFO, 0, Planned(0.0, 64_000, 32_000, (1,)), 32)
     assert (len(prompt_of(query)), query.stop.max_tokens) == (100, 100)

@@ -48,7 +48,7 @@ def test_the_slower_role_bounds_a_fleet_or_the_machine_does() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # two turns of 100 s, more beside other tests
-async def test_a_real_cluster_does_what_its_simulation_says(tmp_path: Path) -> None:
+async def test_a_real_cluster_matches_its_simulation(tmp_path: Path) -> None:
     """Below what it can serve and above. Others may use this machine, so the bars are wider than
     the bench's; and as they may begin or end between calibration and comparison, one of two turns
     has to be within them."""

@@ -64,7 +64,7 @@ def test_a_part_that_fails_leaves_the_others_running(
     assert "-m bench.gpu_cluster" in (tmp_path / "out" / "cluster.txt").read_text()
 
 
-def test_it_ends_in_time_and_keeps_what_was_told(machine: dict[str, str], tmp_path: Path) -> None:
+def test_it_ends_in_time_and_keeps_its_output(machine: dict[str, str], tmp_path: Path) -> None:
     status, ended = run(
         {**machine, "HANGS": "-m pytest", "GPU_ALL_SECONDS": "10"}, tmp_path / "out"
     )
@@ -82,7 +82,7 @@ def test_parts_can_be_chosen(machine: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("comes_with_wheels", [True, False])
-def test_kernels_are_linked_where_only_cuda_runs(
+def test_kernels_are_linked_on_machines_with_runtime_libraries_only(
     machine: dict[str, str],
     tmp_path: Path,
     comes_with_wheels: bool,  # noqa: FBT001

@@ -136,7 +136,7 @@ def num_weights(config: dict[str, object]) -> int:
     return source.total
 
 
-def test_transformers_decodes_beside_it() -> None:
+def test_transformers_decodes_for_comparison() -> None:
     assert reference({**LLAMA_8B, **TINY}, torch.device("cpu"), SIZES, once)[
         "transformers_b1_c64_ms"
     ]

@@ -21,7 +21,7 @@ def test_every_kind_of_piece_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_warm.recurrent(1, 2, torch.float32).isfinite().all()
 
 
-def test_latent_lengths_lie_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_lengths_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrapper:
         def plan(self, *values: object) -> None:
             starts, pages, _, length = values[:4]
@@ -44,7 +44,7 @@ def test_latent_lengths_lie_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     assert gpu_warm.latent().shape == (5, 16, 512)
 
 
-def test_each_piece_is_told_and_none_keeps_the_others_waiting() -> None:
+def test_each_part_is_reported_and_blocks_no_other() -> None:
     told = list[str]()
     failures = gpu_warm.run_all(
         {

@@ -58,7 +58,7 @@ def turn(gap_s: float, ttft_s: float, *, lost: bool = False) -> MeasuredTurn:
     return MeasuredTurn(streams, [answer(3.0, (3.0 + ttft_s, 1), failed=lost)], 0.5, 10.0)
 
 
-def test_gaps_and_tokens_of_the_window_count_and_messages_of_several_tokens_are_one_gap() -> None:
+def test_figures_count_gaps_and_tokens_within_the_window() -> None:
     stream = answer(0.0, (0.9, 1), (1.1, 1), (1.5, 3), (2.5, 1), (3.5, 1))
     figures = MeasuredTurn([stream], [answer(1.0, (2.25, 1))], 1.0, 3.0).figures()
     assert figures["decode"] == pytest.approx(5 / 2.0)
@@ -111,7 +111,7 @@ class ScriptedSide:
             self.num_running -= 1
 
 
-async def test_a_turn_sends_long_prompts_beside_streams_and_leaves_nothing(
+async def test_a_turn_mixes_long_prompts_with_streams_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bench.mixed.LEAD_S", 0.02)

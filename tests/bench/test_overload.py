@@ -21,7 +21,7 @@ def refused(sent_s: float, named_s: float) -> LoadReply:
     )
 
 
-def test_a_named_wait_is_held_against_the_last_one_let_in_before() -> None:
+def test_a_named_wait_is_compared_with_the_last_admitted_request() -> None:
     cell = LoadCell(2, 5.0, 10.0)
     cell.answers += [
         served(0.0, 0.0, 1.0),
@@ -45,7 +45,7 @@ def test_bars_compare_with_the_load_that_can_just_be_served() -> None:
 
 
 @pytest.mark.long
-def test_a_cluster_that_is_asked_six_times_too_much_serves_on_and_says_when_to_come_back() -> None:
+def test_a_sixfold_load_is_served_and_refusals_name_a_retry_delay() -> None:
     """Of its bars those that a machine holds whose cores others take for seconds at a time, so that
     who was let in ends late: first come first served, nothing would be refused. Goodput is measured
     by hand."""

@@ -35,7 +35,7 @@ class FakeSide:
         return self._seconds[f"decode_b{rows}"]
 
 
-def test_ratios_are_the_peers_time_by_ours_and_cases_a_peer_lacks_are_left_out() -> None:
+def test_ratios_divide_by_our_time_and_skip_cases_a_peer_lacks() -> None:
     ours = FakeSide(
         {
             "prefill_512": 1.0,
@@ -70,7 +70,7 @@ def test_a_ratio_is_taken_turn_by_turn() -> None:
     assert case.report()["decode_b1_vs_vllm"] == 2.5
 
 
-def test_llama_bench_is_asked_for_one_row_behind_the_context(tmp_path: Path) -> None:
+def test_llama_bench_runs_one_row_after_the_context(tmp_path: Path) -> None:
     program = tmp_path / "llama-bench"
     program.write_text(LLAMA_BENCH)
     program.chmod(0o755)

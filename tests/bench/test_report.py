@@ -3,7 +3,7 @@ import json
 from bench.report import render
 
 
-def test_json_report_says_where_it_was_measured() -> None:
+def test_json_report_names_the_machine() -> None:
     report = json.loads(render("sample", {"ratio": 0.5}, as_json=True))
     assert (report["bench"], report["ratio"]) == ("sample", 0.5)
     assert report["environment"]["num_cores"] >= 1

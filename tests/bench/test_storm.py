@@ -39,7 +39,7 @@ def assert_bars(values: dict[str, float]) -> None:
     }
 
 
-def test_a_short_storm_of_every_kind_leaves_nothing_behind() -> None:
+def test_a_short_storm_of_every_kind_leaks_nothing() -> None:
     """Deadlines are for a machine that others use, too."""
     values = figures(
         "bench.storm",
@@ -77,7 +77,7 @@ def test_a_cut_between_two_hosts_is_survived() -> None:
     assert (values["cells"], values["failed"], values["leaked"]) == (2, 0, 0)
 
 
-def test_connecting_to_a_host_that_no_packet_reaches_holds_nobody_up() -> None:
+def test_connecting_to_an_unreachable_host_blocks_no_other() -> None:
     """UCX would wait in connect(2), for two minutes, and the transfer agent's thread with it."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench.unreachable"],
@@ -123,7 +123,7 @@ def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str, kill
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_what_a_storm_with_a_kill_every_two_seconds_cannot_serve_it_refuses() -> None:
+def test_a_storm_with_frequent_kills_refuses_what_it_cannot_serve() -> None:
     """At a rate that two cores serve while so much starts anew; by hand it is the benchmark's
     own."""
     values = figures(

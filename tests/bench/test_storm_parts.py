@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_storm_and_no_process_is_spared() -> None:
     )
 
 
-def test_only_the_kinds_that_are_asked_for_happen() -> None:
+def test_only_the_requested_kinds_of_fault_happen() -> None:
     assert forecast(Weather(60.0, frozenset()), PROCESSES, seed=0) == []
     assert {
         fault.kind
@@ -46,7 +46,7 @@ def test_only_the_kinds_that_are_asked_for_happen() -> None:
     assert forecast(Weather(5.0, frozenset(FaultKind), calm_s=4.0), PROCESSES, seed=0) == []
 
 
-def test_clients_behave_in_the_shares_that_are_asked_for() -> None:
+def test_clients_behave_in_the_requested_shares() -> None:
     planned = plan(1000.0, 2.0, 8, Shares(aborting=0.6, unread=0.1, hostile=0.0), seed=1)
     assert planned == plan(1000.0, 2.0, 8, Shares(aborting=0.6, unread=0.1, hostile=0.0), seed=1)
     found = Counter(coming.manner for coming in planned)
@@ -56,7 +56,7 @@ def test_clients_behave_in_the_shares_that_are_asked_for() -> None:
     assert abs(found[Manner.UNREAD] - 200) < 60
 
 
-def test_a_control_is_shared_by_whoever_opens_it(tmp_path: Path) -> None:
+def test_a_control_is_shared_by_all_that_open_it(tmp_path: Path) -> None:
     control = Control.create(tmp_path / "control")
     other = Control.open(tmp_path / "control")
     control.flip_frames(1)
@@ -145,7 +145,7 @@ def test_the_fate_of_a_request(seen: Seen, wanted: Fate) -> None:
         assert fate(seen, TRUTH) is Fate.WRONG
 
 
-def test_what_an_aborting_client_saw_counts_only_if_it_is_wrong() -> None:
+def test_output_of_an_aborting_client_counts_only_if_wrong() -> None:
     good, bad = (
         request(manner=Manner.ABORTING, num_tokens=1),
         request(manner=Manner.ABORTING, num_tokens=1),
@@ -198,7 +198,7 @@ def test_back_is_when_all_go_on_for_a_second() -> None:
     ]
 
 
-def test_a_pause_too_short_to_notice_and_nobody_under_way_are_no_stall() -> None:
+def test_short_pauses_and_idle_times_are_no_stall() -> None:
     pace = Pace([steady(0, 9, (5.0, 5.3))])
     assert pace.recovery_s(5.0, 9.0) == 0.0
     assert pace.served(50.0) == 1.0
@@ -219,7 +219,7 @@ def worker(**values: int) -> WorkerStatus:
     )
 
 
-def test_whatever_a_worker_still_holds_is_a_leak() -> None:
+def test_memory_a_worker_still_holds_is_a_leak() -> None:
     assert leaks.StillHeld.of(ClusterStatus("m", 0, 0, (worker(), worker()))).is_clean
     held = leaks.StillHeld.of(
         ClusterStatus("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1)))
@@ -238,7 +238,7 @@ def test_open_files_that_come_and_go_are_no_leak() -> None:
     assert leaks.grown({"a": 20, "b": 20}, {"a": 30, "b": 33, "new": 500}) == 3
 
 
-def test_a_cut_is_of_one_edge_and_of_the_ways_that_are_asked_for() -> None:
+def test_a_cut_is_of_one_edge_in_the_requested_directions() -> None:
     assert Way.BOTH.of(("a", "b")) == [("a", "b"), ("b", "a")]
     assert Way.THERE.of(("a", "b")) == [("a", "b")]
     assert Way.BACK.of(("a", "b")) == [("b", "a")]

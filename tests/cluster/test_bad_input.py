@@ -72,7 +72,7 @@ async def test_unknown_model(running: RunningCluster) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_garbage_on_every_port_harms_nobody(running: RunningCluster) -> None:
+async def test_garbage_on_every_port_disturbs_no_request(running: RunningCluster) -> None:
     rng = random.Random(0)
     ports = {
         connection.laddr.port
@@ -115,7 +115,7 @@ async def test_pools_of_different_geometry_are_never_paired(
     assert "they differ in page size (16 here, 64 there)" in str(failed.value)
 
 
-async def test_a_worker_that_cannot_start_says_why_in_one_line(checkpoint: Path) -> None:
+async def test_a_worker_that_cannot_start_gives_its_reason_in_one_line(checkpoint: Path) -> None:
     with pytest.raises(
         BatonError, match="9 pipeline stages need at least 9 layers, the model has 4"
     ):

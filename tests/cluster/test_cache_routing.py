@@ -13,7 +13,7 @@ MAX_ROUNDS = 20
 NUM_TURNS = 6  # of each conversation
 
 
-async def test_the_next_turn_goes_where_the_last_one_was(
+async def test_the_next_turn_goes_to_the_worker_of_the_last_one(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Two conversations begin at once, one on each worker, and go on one after the other while both

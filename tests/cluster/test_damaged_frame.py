@@ -38,7 +38,7 @@ class WithFlipping(Here):
     [("decode-0.0", 8 * 200 + 5), ("decode-0.1", 8 * 40 + 1)],
     ids=["a batch", "a result"],
 )
-async def test_one_flipped_bit_between_stages_breaks_the_pool_and_nobodys_answer(
+async def test_a_flipped_bit_between_stages_breaks_the_pool_and_no_response(
     checkpoint: Path, reference: Reference, victim: str, bit: int
 ) -> None:
     questions = make_questions(8, seed=31, max_tokens=60)

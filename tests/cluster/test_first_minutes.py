@@ -27,12 +27,12 @@ def comparable(shown: str) -> str:
     return levelled(_PROCESS_LINE.sub("", shown.rstrip("\n") + "\n").replace("^C", ""))
 
 
-def test_they_are_what_the_page_shows() -> None:
+def test_output_matches_the_page() -> None:
     played = [(scene.title, comparable(scene.shown)) for scene in play()]
     assert played == list(scenes_of(PAGE.read_text()))
 
 
-def test_the_page_shows_the_router_where_the_commands_look_for_it() -> None:
+def test_the_page_uses_the_default_router_address_of_the_commands() -> None:
     """It is played at another port, because the usual one may be taken."""
     (shown,) = re.findall(r"router: (\S+), metrics", PAGE.read_text())
     assert shown == DEFAULT_TARGET

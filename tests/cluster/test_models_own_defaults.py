@@ -58,7 +58,7 @@ async def client(running: RunningCluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_clients_are_told(running: RunningCluster) -> None:
+async def test_clients_see_the_defaults(running: RunningCluster) -> None:
     info = await running.client.model_info()
     assert info.eos_token_ids == (END,)
     assert info.default_sampling == Sampling(
@@ -72,7 +72,7 @@ async def test_clients_are_told(running: RunningCluster) -> None:
     )
 
 
-async def test_an_open_request_is_the_greedy_one_and_ends_at_the_tokenizers_token(
+async def test_a_request_without_options_is_greedy_and_ends_at_the_eos_token(
     running: RunningCluster,
 ) -> None:
     expected = await running.client.complete(Query(CHAT, Sampling(temperature=0)), timeout_s=120)
@@ -102,7 +102,7 @@ async def test_http_gives_the_same_and_counts_no_token_beyond_the_end(
     assert completed.choices[0].text == continued.text
 
 
-async def test_what_an_http_client_gives_wins(client: openai.AsyncOpenAI) -> None:
+async def test_parameters_of_an_http_client_win(client: openai.AsyncOpenAI) -> None:
     greedy = await client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=12)
     hot = await client.chat.completions.create(
         model="model", messages=MESSAGES, max_tokens=12, temperature=2, seed=1

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FOUND_S = 3.0
 
 
-def test_whatever_is_known_by_a_name_is_found_at_its_new_address_within_three_seconds() -> None:
+def test_named_peers_are_found_at_a_new_address_within_three_seconds() -> None:
     """A leader by its stages and by routers, a prefill worker by routers, a router by clients."""
     done = subprocess.run(
         [sys.executable, "-m", MODULE], cwd=ROOT, capture_output=True, text=True, timeout=280

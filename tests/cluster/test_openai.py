@@ -110,7 +110,7 @@ async def test_the_models_are_listed(client: openai.AsyncOpenAI) -> None:
     assert (await client.models.retrieve("model")).id == "model"
 
 
-async def test_a_chat_has_batons_answer(
+async def test_a_chat_response_equals_that_of_grpc(
     running: RunningCluster, client: openai.AsyncOpenAI
 ) -> None:
     expected = await greedy_chat(running)
@@ -207,7 +207,7 @@ TALK: dict[str, tuple[tuple[ChatMessage, ...], list[Any]]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", TALK)
-async def test_a_chat_is_token_for_token_what_grpc_has(
+async def test_a_chat_has_the_same_tokens_as_grpc(
     running: RunningCluster,
     client: openai.AsyncOpenAI,
     name: str,
@@ -255,7 +255,7 @@ async def test_a_chat_is_token_for_token_what_grpc_has(
     )
 
 
-async def test_responses_whole_streamed_and_gone_on_from(
+async def test_responses_are_whole_streamed_and_continued(
     running: RunningCluster, client: openai.AsyncOpenAI
 ) -> None:
     expected = await greedy_chat(running)
@@ -414,7 +414,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_what_cannot_be_served_is_refused_by_name(
+async def test_unsupported_parameters_are_refused_by_name(
     client: openai.AsyncOpenAI, name: str
 ) -> None:
     change, kind, words = BAD[name]
@@ -480,7 +480,7 @@ async def test_the_line_that_is_printed_to_be_tried_works(running: RunningCluste
     assert said.json()["choices"][0]["message"]["content"] == (await greedy_chat(running)).text
 
 
-async def test_what_is_written_for_prometheus_finds_every_process(running: RunningCluster) -> None:
+async def test_prometheus_targets_list_every_process(running: RunningCluster) -> None:
     jobs = yaml.safe_load(running.cluster.write_scrape_config().read_text())["scrape_configs"]
     found = {
         entry["labels"]["process"]: entry["targets"][0]
@@ -499,7 +499,7 @@ async def test_what_is_written_for_prometheus_finds_every_process(running: Runni
     assert "smg_" in said["gateway"]
 
 
-async def test_nobody_adds_routers_over_http(running: RunningCluster) -> None:
+async def test_routers_cannot_be_added_over_http(running: RunningCluster) -> None:
     """Without bodies: the gateway refuses before it reads one, and closes a connection whose body
     comes later."""
     async with httpx2.AsyncClient(
@@ -509,7 +509,7 @@ async def test_nobody_adds_routers_over_http(running: RunningCluster) -> None:
         assert (await http.get("/workers")).status_code == 401
 
 
-async def test_a_gateway_that_dies_comes_back_under_its_address(
+async def test_a_killed_gateway_restarts_at_its_address(
     running: RunningCluster, client: openai.AsyncOpenAI
 ) -> None:
     process, address = running.cluster.processes["gateway"], running.cluster.http_address
@@ -598,9 +598,7 @@ async def test_a_gateway_on_another_host_gets_the_tokenizer_from_the_router(
     assert elsewhere.sent_tokenizer
 
 
-async def test_keys_are_asked_for_where_they_are_given(
-    running: RunningCluster, tmp_path: Path
-) -> None:
+async def test_configured_api_keys_are_required(running: RunningCluster, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the tests\nalice 0123456789abcdef0123\nfedcba98765432100123\n")
     async with gateway(running.cluster.address, tmp_path, "--token-file", str(keys)) as address:

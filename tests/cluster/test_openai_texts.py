@@ -124,7 +124,7 @@ def of_texts(conversation: Conversation, *, more_than_one: bool) -> Conversation
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("model", TEMPLATES)
-async def test_a_chat_is_what_transformers_renders(door: Door, model: str, name: str) -> None:
+async def test_a_chat_is_rendered_as_by_transformers(door: Door, model: str, name: str) -> None:
     asked, tokenizer = CONVERSATIONS[name], byte_level_tokenizer()
     seen = of_texts(asked, more_than_one=model != "parts")
     found = await door.prompt_of("/v1/chat/completions", model, **asked.as_request())
@@ -150,7 +150,7 @@ async def test_a_completion_begins_with_the_special_tokens_of_a_text(door: Door,
     assert chat[0] == bos != chat[1], "once: the template writes it"
 
 
-async def test_control_tokens_of_users_are_text_where_a_router_is_told_so(door: Door) -> None:
+async def test_control_tokens_of_users_are_text_if_configured(door: Door) -> None:
     tokenizer = byte_level_tokenizer()
     user, bot = tokenizer.token_to_id("<user>"), tokenizer.token_to_id("<bot>")
     messages = [{"role": "user", "content": "red<bot> and <user>\n"}]
@@ -230,7 +230,7 @@ async def test_a_chat_that_is_posted_as_a_completion_is_no_more_than_a_chat(door
         ("/v1/classify", {"input": "a"}, 400, "has neither embeddings nor classes"),
     ],
 )
-async def test_what_is_refused_is_a_bad_request(
+async def test_refused_parameters_are_a_bad_request(
     door: Door, path: str, body: dict[str, Any], status: int, words: str
 ) -> None:
     """And nothing that clients would send again."""
@@ -256,7 +256,7 @@ IGNORED: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", IGNORED)
-async def test_what_the_page_calls_ignored_is_ignored_still(
+async def test_parameters_documented_as_ignored_are_ignored(
     door: Door, path: str, name: str
 ) -> None:
     """A gateway that obeys or refuses one of these has another page."""
@@ -274,7 +274,7 @@ async def test_what_the_page_calls_ignored_is_ignored_still(
     assert found == without
 
 
-async def test_what_the_page_says_of_other_models_and_paths_holds_still(door: Door) -> None:
+async def test_other_models_and_paths_behave_as_documented(door: Door) -> None:
     unknown = await door.post("/v1/completions", "none", prompt="red")
     assert (unknown.status_code, unknown.json()["error"]["message"]) == (
         404,

@@ -64,7 +64,7 @@ def as_gateways_send_it(conversation: Conversation) -> Conversation:
     )
 
 
-async def test_the_model_sees_what_transformers_renders(tmp_path: Path) -> None:
+async def test_the_model_sees_the_prompt_rendered_by_transformers(tmp_path: Path) -> None:
     templates, tokenizer = published_templates(), byte_level_tokenizer()
     recorders = {
         name: Recorder(

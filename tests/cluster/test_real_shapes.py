@@ -31,7 +31,7 @@ def up(model: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+def test_oversized_requests_are_refused_at_once(tmp_path: Path) -> None:
     """Llama-3.1-8B: as many pools as this machine has no room for."""
     model = write_published(tmp_path / "Llama-3.1-8B", "LlamaConfig", LLAMA_3_1_8B)
     count = 1 + host_memory().available_bytes // (15317 * MIB)

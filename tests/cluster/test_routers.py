@@ -148,7 +148,7 @@ def stop_string(whole: Completion) -> str:
 
 
 @pytest.mark.long
-async def test_an_answer_has_the_same_bits_wherever_its_router_is_killed() -> None:
+async def test_a_response_has_the_same_bits_at_any_death_of_its_router() -> None:
     """Five kinds of answers at once, drafts on: nothing has come of the witness, its first tokens,
     half, all but the last."""
     async with two_routers(demo_model(), "--draft", str(DRAFT), decode_pp=2) as running:
@@ -245,7 +245,7 @@ async def test_a_router_that_hangs_keeps_nothing_and_doubles_nothing(
 
 
 @pytest.mark.long
-async def test_a_router_that_is_told_to_stop_hands_its_answers_over(
+async def test_a_stopping_router_hands_its_streams_over(
     checkpoint: Path, reference: Reference
 ) -> None:
     """What it cannot finish within `drain_s` goes on at the other one; it leaves with exit code

@@ -45,7 +45,7 @@ def told(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("*-*-*-*")) if not path.suffix]
 
 
-async def test_a_strangers_flood_changes_no_answer_and_forces_no_forming(
+async def test_a_flood_of_a_stranger_changes_no_response_or_formation(
     checkpoint: Path, reference: Reference, tmp_path: Path
 ) -> None:
     questions = make_questions(8, seed=11)

@@ -184,7 +184,7 @@ async def test_no_field_is_left_out(outsider: Outsider) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-async def test_every_field_does_what_the_proto_says(outsider: Outsider, field: str) -> None:
+async def test_every_field_behaves_as_the_proto_documents(outsider: Outsider, field: str) -> None:
     change, holds = FIELDS[field]
     answer = await ask(outsider, change)
     assert all(
@@ -346,7 +346,7 @@ async def test_other_refusals_have_codes_of_their_own(outsider: Outsider) -> Non
     assert (await first).finishes[0]["reason"] == "FINISH_REASON_ABORTED"
 
 
-async def test_each_choice_is_what_its_seed_gives_alone(outsider: Outsider) -> None:
+async def test_each_choice_equals_a_single_request_with_its_seed(outsider: Outsider) -> None:
     """The rule is the proto's: (seed + i * 0x9E3779B97F4A7C15) modulo 2^64."""
     hot = {"sampling": {"temperature": 3, "seed": "5"}, "stop": {"maxTokens": 12}, "n": 3}
     together = await ask(outsider, hot)
@@ -359,7 +359,7 @@ async def test_each_choice_is_what_its_seed_gives_alone(outsider: Outsider) -> N
         assert [token for chunk in chunks for token in chunk.get("tokenIds", [])] == alone.token_ids
 
 
-async def test_services_say_what_they_are(outsider: Outsider) -> None:
+async def test_services_describe_themselves(outsider: Outsider) -> None:
     assert outsider.services() >= {
         "baton.v1.Generation",
         "vllm.grpc.engine.VllmEngine",
@@ -377,7 +377,7 @@ async def test_services_say_what_they_are(outsider: Outsider) -> None:
         assert health["status"] == "SERVING"
 
 
-async def test_load_is_told_by_call_and_out_of_band(outsider: Outsider) -> None:
+async def test_load_is_reported_per_call_and_out_of_band(outsider: Outsider) -> None:
     (idle,) = [answer async for answer in outsider.ask("baton.v1.Generation.GetLoad", {})]
     assert (idle["prefillWorkers"], idle["decodeWorkers"], idle.get("waitingRequests", 0)) == (
         1,
@@ -630,7 +630,7 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
         assert failed.value.code() is refused
 
 
-async def test_vllm_gateways_follow_what_is_cached(outsider: Outsider) -> None:
+async def test_vllm_gateways_follow_cache_events(outsider: Outsider) -> None:
     stub, prompt = vllm_grpc.VllmEngineStub(outsider.channel), list(range(5, 135))
     told: dict[int, list[int]] = {}
     async with asyncio.timeout(120):

@@ -21,7 +21,7 @@ PROXIES = {
 }
 
 
-async def test_behind_a_proxy_it_starts_its_gateway_and_every_line_is_json() -> None:
+async def test_up_starts_its_gateway_despite_a_proxy_and_logs_json() -> None:
     """It waited for three minutes for a gateway that it asked by the proxy, or ended in a
     traceback."""
     child = await asyncio.create_subprocess_exec(

@@ -36,7 +36,7 @@ def test_no_question_of_a_story_comes_twice() -> None:
         assert len(people) == len(set(people))
 
 
-def test_every_held_out_answer_stands_in_its_story() -> None:
+def test_every_held_out_answer_occurs_in_its_story() -> None:
     for question in corpus.recall_questions(100, seed=5, max_facts=6):
         assert question.prompt.count(question.answer.strip().removesuffix(corpus.END)) == 1
 

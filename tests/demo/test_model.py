@@ -34,7 +34,7 @@ def figures() -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_held_out_questions_are_answered_as_the_card_says(figures: dict[str, Any]) -> None:
+def test_held_out_accuracy_matches_the_card(figures: dict[str, Any]) -> None:
     """The first 40 of the card's questions, of both kinds."""
     assert figures["recall"] >= 0.95
     measured = measure_recall(MODEL, questions=40)
@@ -60,7 +60,7 @@ def test_cards_repeat_the_figures(figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_the_draft_is_as_good_as_its_card_says() -> None:
+def test_draft_acceptance_matches_the_card() -> None:
     card = (DRAFT / "README.md").read_text(encoding="utf-8")
     measured = json.loads((DRAFT / "figures.json").read_text(encoding="utf-8"))["tokens_per_pass"]
     assert [

@@ -80,7 +80,7 @@ def test_every_alert_fires_and_clears_in_a_test() -> None:
         assert fired == [False, True, False], f"{alert}: quiet, firing, quiet again"
 
 
-def test_every_alert_has_an_entry_for_who_is_on_call() -> None:
+def test_every_alert_has_an_entry_in_the_runbook() -> None:
     """In the order of the rules, each with what to do, and the alert says where it is."""
     page = (DEPLOY.parent / "docs" / "runbooks.md").read_text()
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == _alerts()

@@ -42,7 +42,7 @@ def selectors(node: object) -> list[Any]:
 
 
 @pytest.mark.parametrize("spec", DASHBOARDS, ids=lambda spec: spec.uid)
-def test_the_committed_json_is_what_the_code_gives(spec: Dashboard) -> None:
+def test_the_committed_json_is_up_to_date(spec: Dashboard) -> None:
     assert (FOLDER / f"{spec.uid}.json").read_text() == build_json(spec), (
         "run python -m tools.dashboards"
     )
@@ -85,7 +85,7 @@ def test_grafana_can_show_it(spec: Dashboard) -> None:
     [(spec, panel) for spec in DASHBOARDS for panel in spec.panels],
     ids=lambda value: value.uid if isinstance(value, Dashboard) else value.title,
 )
-def test_queries_parse_and_ask_for_what_is_exported(spec: Dashboard, panel: Panel) -> None:
+def test_queries_parse_and_use_exported_metrics(spec: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
         expr = query.expr.replace("$__rate_interval", "1m")
         found = selectors(promql_parser.parse(expr))

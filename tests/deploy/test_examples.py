@@ -65,7 +65,7 @@ def test_two_models_in_one_namespace_do_not_meet() -> None:
     assert namespace["metadata"]["name"] == "baton", "a prefix is for what is in it"
 
 
-def test_each_of_two_models_finds_what_is_its_own() -> None:
+def test_each_of_two_models_finds_its_own_workers() -> None:
     documents = example("two-models")
     pods, services = pod_kinds(documents), names(documents, "Service")
     variables = {
@@ -155,7 +155,7 @@ def test_the_command_of_the_job_has_its_flags() -> None:
     )
 
 
-def test_a_gateways_route_and_pool_point_at_what_runs() -> None:
+def test_a_gateways_route_and_pool_point_at_running_services() -> None:
     documents, overlay = example("inference-gateway"), load("laptop")
     services = {
         document["metadata"]["name"]: document["spec"] for document in of_kind(overlay, "Service")

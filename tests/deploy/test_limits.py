@@ -20,7 +20,7 @@ def _bytes(quantity: str) -> int:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_routers_memory_holds_what_clients_may_send(overlay: str) -> None:
+def test_a_routers_memory_limit_covers_client_limits(overlay: str) -> None:
     """Messages are held twice: as they came, and as the workers get them. One more while it is
     read."""
     settings = tomllib.loads((DEPLOY / "base" / "baton.toml").read_text())["router"]

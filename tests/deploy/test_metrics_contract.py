@@ -15,7 +15,7 @@ def _contract() -> dict[str, dict[str, Any]]:
     return contract
 
 
-def test_the_code_exports_what_the_contract_says_and_nothing_else() -> None:
+def test_exported_metrics_equal_the_contract() -> None:
     exported = {
         family.name: {
             "type": family.kind,

@@ -116,7 +116,7 @@ def test_stages_and_their_ranks_know_their_place(
     assert (len(places) // tp, tp) == (2, 2 if documents == load("ranks") else 1)
 
 
-def test_workers_ask_for_what_their_device_offers(
+def test_workers_request_resources_of_their_device(
     documents: list[Document], settings_of: SettingsOf
 ) -> None:
     devices = set()
@@ -338,7 +338,7 @@ def test_gateways_call_the_service_of_routers_that_know_their_contract(
         )
 
 
-def test_routers_may_read_endpoints_and_nobody_may_do_anything_else(
+def test_only_routers_have_a_permission_and_it_is_to_read_endpoints(
     documents: list[Document], settings_of: SettingsOf
 ) -> None:
     (role,), (binding,) = of_kind(documents, "Role"), of_kind(documents, "RoleBinding")
@@ -391,7 +391,7 @@ def test_pods_are_confined(documents: list[Document]) -> None:
         assert {"cpu", "memory"} <= set(resources["requests"])
 
 
-def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> None:
+def test_the_image_matches_the_manifests(documents: list[Document]) -> None:
     dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     extras = re.findall(r"EXTRAS=([\w,]+)", dockerfile)

@@ -148,7 +148,7 @@ def _reaches(policies: list[Document], pod: PodKind, address: str, port: int) ->
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_dns_cache_on_the_node_is_reached_by_whoever_looks_up_names(overlay: str) -> None:
+def test_a_dns_cache_on_the_node_is_reachable_by_all_that_use_dns(overlay: str) -> None:
     documents = load(overlay)
     policies = of_kind(documents, "NetworkPolicy")
     assert {

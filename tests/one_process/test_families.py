@@ -31,7 +31,7 @@ async def test_served_like_one_process(
 @pytest.mark.parametrize(
     ("layout", "family"), [("fp8 blocks", "deepseek_v32"), ("gptq reordered", "qwen3_5_text")]
 )
-async def test_quantized_is_served_like_what_it_means(
+async def test_a_quantized_model_is_served_like_its_dequantized_one(
     tmp_path: Path, layout: str, family: str
 ) -> None:
     checkpoint = write_quantized(make_checkpoint(tmp_path, family), tmp_path / "model", layout)

@@ -59,7 +59,7 @@ async def outcome(client: AsyncBatonClient, query: Query) -> tuple[list[int], Ba
     return seen, None
 
 
-async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(
+async def test_a_flipped_byte_is_detected_and_named_at_every_point(
     checkpoint: Path, reference: Reference
 ) -> None:
     question = make_questions(3, seed=21)[2]

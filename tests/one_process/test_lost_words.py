@@ -77,7 +77,7 @@ def hear_and_note(session: ReceiveSession, rank: int, event: StageSessionEvent) 
     return state
 
 
-async def test_a_prompt_that_landed_without_a_word_is_computed_and_delivered_again(
+async def test_a_prompt_whose_source_dies_before_its_report_is_sent_again(
     checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (question,) = make_questions(1, seed=31)

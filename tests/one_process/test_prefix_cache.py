@@ -128,7 +128,7 @@ def answers_of(checkpoint: Path, requests: Sequence[Request]) -> dict[str, Shown
         ("gemma3", torch.bfloat16, 2, 2),
     ],
 )
-async def test_warm_answers_are_cold_answers(
+async def test_warm_responses_equal_cold_ones(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
     family: str,
@@ -189,7 +189,7 @@ async def converse(
     ("family", "decode_pp", "found"),
     [("glm_moe_dsa_pattern", 2, [0, 176, 240, 288]), ("qwen3_5_text", 2, [0, 144, 192, 240])],
 )
-async def test_an_answer_is_there_when_the_next_turn_comes(
+async def test_an_output_is_cached_for_the_next_turn(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
     family: str,
@@ -308,7 +308,7 @@ async def test_with_a_draft_that_reads_prompts(tmp_path: Path) -> None:
         ({"num_pages": 200}, {"num_pages": 30}, 40),
     ],
 )
-async def test_a_pool_short_of_pages_gives_up_what_nobody_uses(
+async def test_a_pool_short_of_pages_evicts_unused_ones(
     tmp_path_factory: pytest.TempPathFactory,
     prefill: dict[str, int],
     decode: dict[str, int],

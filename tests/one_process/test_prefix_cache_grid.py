@@ -130,7 +130,7 @@ class Cell:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "draft", "prefill_pp", "decode_pp"), CELLS)
-async def test_warm_answers_are_cold_answers(
+async def test_warm_responses_equal_cold_ones(
     tmp_path: Path, family: str, draft: str, prefill_pp: int, decode_pp: int
 ) -> None:
     checkpoint, drafting = make(tmp_path, family, draft)

@@ -99,7 +99,7 @@ async def test_four_ranks_divide_odd_vocabularies_widths_and_experts(
 
 
 @pytest.mark.parametrize("dp_attention", [1, 2])
-async def test_a_draft_reads_and_speculates_where_tokens_are_drawn(
+async def test_a_draft_runs_on_the_sampling_stage(
     checkpoint: Path, expected: list[Shown], tmp_path: Path, dp_attention: int
 ) -> None:
     """Its state of the prompt is handed over between the first ranks of the last stages, or of

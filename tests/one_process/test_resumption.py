@@ -69,7 +69,7 @@ async def check(client: AsyncBatonClient, query: Query) -> None:
             assert choice.text.endswith(rest.text)
 
 
-async def test_the_rest_of_an_answer_has_the_bits_of_the_whole(
+async def test_a_resumed_response_has_the_bits_of_the_whole(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"

@@ -71,7 +71,7 @@ async def answers(
         )
 
 
-async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
+async def test_grammars_hold_and_no_topology_or_draft_changes_the_output(
     speller: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     draft = save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
@@ -138,7 +138,7 @@ async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(
 
 
 @pytest.mark.parametrize("num_evicted", [1, 2])
-async def test_an_answer_goes_on_whose_grammar_was_evicted_before_it_was_opened(
+async def test_a_response_resumes_though_its_grammar_was_evicted(
     speller: Path, monkeypatch: pytest.MonkeyPatch, num_evicted: int
 ) -> None:
     """As many other grammars may do between the check and the first token, on the prefill worker

@@ -120,7 +120,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
     assert pool.pages_free(now_s) == 8
 
 
-def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> None:
+def test_memory_released_during_a_round_is_free_at_its_end() -> None:
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, num_pages=8, growth_tokens=0)
     pool, row = DecodePool(costs, 4, CLOCK), SimulatedRow(1, 12, 100)
     pool.reserve(row)
@@ -133,7 +133,7 @@ def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> Non
     assert pool.pages_free(3.0) == 8
 
 
-def test_rows_wait_for_what_else_has_to_be_done() -> None:
+def test_rows_wait_for_other_work() -> None:
     """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two other things
     take 0.004 s each, and the other seven of ten rounds follow. A pool that draws nothing loses
     nothing, unless it is to be done first."""

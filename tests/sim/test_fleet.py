@@ -38,7 +38,7 @@ def errors(run: FleetRun) -> list[str]:
     return [outcome.error for outcome in run.outcomes if outcome.error is not None]
 
 
-def test_one_request_takes_what_its_parts_take() -> None:
+def test_one_request_takes_the_sum_of_its_parts() -> None:
     """To the prefill worker and back is twice the latency; 500 tokens are one chunk of 0.1 + 0.5 s.
     The first token goes on to decode, which draws ten more in 0.2 s and sends them: two latencies
     after the client had the first."""
@@ -155,7 +155,7 @@ def test_on_one_core_all_of_a_request_takes_its_time() -> None:
     )
 
 
-def test_a_slow_link_shows_behind_the_first_token() -> None:
+def test_a_slow_link_delays_tokens_after_the_first() -> None:
     """500,000 bytes at 1,000,000 a second begin to leave in the middle of the chunk, 0.3 s before
     its end: they arrive 0.2 s after it, when decode already has the first token."""
     slow = COSTS.model_copy(update={"network": NetworkCosts(latency_s=LATENCY_S, bytes_per_s=1e6)})
@@ -164,7 +164,7 @@ def test_a_slow_link_shows_behind_the_first_token() -> None:
     assert outcome.e2e_s == pytest.approx(LATENCY_S + 0.6 + 0.2 + 0.2 + LATENCY_S)
 
 
-def test_what_an_earlier_prompt_left_is_not_computed() -> None:
+def test_cached_tokens_are_not_computed() -> None:
     """Both begin with one block of 512 tokens, and 480 of 500 tokens are whole pages in front of
     the last token: 0.1 s and 20 tokens' time are left. The worker has reported what it holds long
     before."""
@@ -242,7 +242,7 @@ def test_more_workers_do_not_make_it_slower() -> None:
     assert first > 2 * second > 2 * third
 
 
-def test_a_fault_must_name_what_is_there() -> None:
+def test_a_fault_must_name_an_existing_worker() -> None:
     with pytest.raises(ConfigError, match="decode-7"):
         simulate(replace(FLEET, faults=(Mishap.parse("kill:decode-7@1"),)), [Planned(0.0, 16, 1)])
     for text in ("kill decode-0", "burn:decode-0@1", "cut:decode-0@1", "slow:decode-0@1+2x0"):

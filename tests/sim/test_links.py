@@ -21,7 +21,7 @@ class Watched:
         )
 
 
-def test_one_sender_shares_what_it_has() -> None:
+def test_one_sender_shares_its_bandwidth() -> None:
     """100 bytes a second: 50 bytes alone, then two halves; the first has 50 left at 0.5 s, which
     takes until 1.5 s; the second has 50 left then, and the sender to itself."""
 

@@ -38,7 +38,7 @@ def test_the_cheapest_of_all_fleets_is_found(prices: Prices, needed: tuple[int, 
     assert len(search.tried) < 30
 
 
-def test_what_cannot_be_kept_is_an_error() -> None:
+def test_an_unreachable_goal_is_an_error() -> None:
     with pytest.raises(ConfigError, match="4 prefill and 4 decode workers meet the SLO for 50"):
         FleetSearch(lambda prefill, decode: 0.5, 0.9, Prices(most=4)).cheapest()
 

@@ -32,7 +32,7 @@ def test_tokens_are_those_of_the_blocks(planned: Planned, expected: list[int]) -
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 96, 512, 1000])
-def test_names_are_equal_where_digests_are(page_size: int) -> None:
+def test_names_are_equal_if_digests_are(page_size: int) -> None:
     """Of prompts that fork, end within blocks, or within what is of no block: every page of each
     against all others."""
     rng, book = random.Random(page_size), PromptBook()

@@ -34,7 +34,7 @@ def test_deadlines_are_virtual_too() -> None:
     assert run_virtually(give_up()) == 30
 
 
-def test_waiting_for_what_never_happens_is_an_error() -> None:
+def test_waiting_for_an_event_that_never_happens_is_an_error() -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 

@@ -71,9 +71,7 @@ def test_it_has_the_whole_client_and_nothing_of_the_server() -> None:
     } & set(modules)
 
 
-async def test_it_works_beside_packages_of_the_same_names(
-    distribution: Path, tmp_path: Path
-) -> None:
+async def test_it_works_with_packages_of_the_same_names(distribution: Path, tmp_path: Path) -> None:
     for name in ("protos", "engine", "runtime"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("WHOSE = 'mine'")

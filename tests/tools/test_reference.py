@@ -17,7 +17,7 @@ def test_a_generated_page_is_current(name: str) -> None:
     assert (ROOT / name).read_text() == PAGES[name](), "run python -m tools.reference"
 
 
-def test_every_setting_and_flag_says_what_it_means() -> None:
+def test_every_setting_and_flag_has_a_description() -> None:
     rows = [
         line.split(" | ")
         for line in PAGES["docs/configuration.md"]().splitlines()

@@ -10,7 +10,7 @@ from protos import generation_pb2, orca_service_pb2
 from tools.stubs import PROTOS, write_stubs
 
 
-def test_committed_stubs_are_what_the_files_give(tmp_path: Path) -> None:
+def test_committed_stubs_are_up_to_date(tmp_path: Path) -> None:
     written = write_stubs(tmp_path)
     assert len(written) == 4 * len(list(PROTOS.rglob("*.proto")))
     stale = [path.name for path in written if path.read_text() != (PROTOS / path.name).read_text()]
@@ -18,7 +18,7 @@ def test_committed_stubs_are_what_the_files_give(tmp_path: Path) -> None:
     assert {path.name for path in PROTOS.glob("*_pb2*")} == {path.name for path in written}
 
 
-def test_files_lie_where_their_packages_say() -> None:
+def test_files_are_in_the_folder_of_their_package() -> None:
     for pb in (generation_pb2, orca_service_pb2):
         file = pb.DESCRIPTOR
         assert str(Path(file.name).parent) == file.package.replace(".", "/")
