@@ -6,40 +6,34 @@ Every failure is one line on stderr and a non-zero exit code.
 import asyncio
 import json
 import os
-import secrets
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from baton.chat_options import Messages, TemplateArguments, Tools, read_options
+from baton.chat_options import TemplateArguments, Tools, read_options
 from baton.client import BatonClient
 from baton.command_line import AsJson, TargetOption, Timeout, one_line_errors, targets_of
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
-from baton.finite import finite
-from baton.generate_command import print_text, prompt_of, structured_output_of
-from baton.load import Slo
-from baton.load_command import DEFAULT_COUNT, Api, LoadSpec, connect, measure, report
+from baton.generate_command import print_text
+from baton.generate_options import GenerateOptions
+from baton.load_command import LoadSpec, connect, measure, report
+from baton.load_options import LoadOptions
 from baton.load_plot import check_can_plot
 from baton.render import event_json, status_view, wide_enough
 from baton.status_command import watch_json, watch_status
 from baton.up_command import up
-from baton.values import Query, Sampling, Stop
-from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
-from runtime.config import MAX_WAIT_S
+from baton.values import Sampling, Stop
+from runtime.config_flags import Flags, command_of
 from runtime.errors import RequestAborted
 from runtime.process.child_process import program
 from runtime.process.standard_streams import reporting_full_disk
 from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.version import VERSION
-
-IdsFlag = Annotated[bool, typer.Option("--ids", help="The prompt is a list of token ids.")]
-_LENGTH_HELP = "Prompt lengths: 192, uniform:96-288, normal:192,48 or exponential:192."
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -110,108 +104,15 @@ _add_program("plan", "sim.plan", "Find the cheapest fleet for a load by simulati
 
 
 @app.command()
-def generate(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="Text, or with --ids token ids like 1,2,3. Without it, or with -: stdin.",
-            show_default=False,
-        ),
-    ] = None,
-    target: TargetOption = None,
-    ids: IdsFlag = False,
-    as_chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a chat message.")
-    ] = False,
-    messages: Messages = None,
-    tools: Tools = None,
-    template_argument: TemplateArguments = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens to generate.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the smallest set of tokens with this total probability."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed; the same seed gives the same response.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Stop before this text; repeatable.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that the response must match.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression that the whole response must match.")
-    ] = None,
-    num_choices: Annotated[
-        int | None,
-        typer.Option("--n", help="Number of responses to generate, shown when complete."),
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: logprobs of the tokens, with this number of alternatives."),
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="With --json: logprobs of the prompt's tokens, likewise.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Reject the request unless this model is served.")
-    ] = "",
-    speculate: Annotated[
-        bool | None,
-        typer.Option(
-            "--speculate/--no-speculate",
-            help="Use speculative decoding if available; the response is the same.",
-            show_default="yes",
-        ),
-    ] = None,
-    prefix_cache: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefix-cache/--no-prefix-cache",
-            help="Use the prefix cache; the response is the same.",
-            show_default="yes",
-        ),
-    ] = None,
-    cache_salt: Annotated[
-        str, typer.Option(help="Share cached prompts only with requests that have the same salt.")
-    ] = "",
-    timeout: Timeout = None,
-    as_json: AsJson = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = "",
-    token_file: TokenFile = None,
-) -> None:
+@command_of(GenerateOptions)
+def generate(context: typer.Context, given: Flags) -> None:
     """Continue a prompt, or respond to it with --chat. Streams the text."""
-    with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
-        options = read_options(tools, template_argument)
-        query = Query(
-            prompt=prompt_of(prompt, messages, ids=ids, as_chat=as_chat),
-            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())),
-            model=model,
-            n=num_choices,
-            num_top_logprobs=logprobs,
-            num_prompt_logprobs=prompt_logprobs,
-            speculate=speculate,
-            structured_output=structured_output_of(json_schema, regex),
-            prefix_cache=prefix_cache,
-            cache_salt=cache_salt,
-            tools=options.tools,
-            template_arguments=options.template_arguments,
-        )
-        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        with BatonClient(*targets_of(target), security=security) as client:
-            events = client.generate(query, timeout_s=timeout)
-            if as_json:
+    options = GenerateOptions.of(given)
+    with one_line_errors(options.target, tls_ca=options.tls_ca, token_file=options.token_file):
+        query = options.query()
+        with BatonClient(*targets_of(options.target), security=options.security()) as client:
+            events = client.generate(query, timeout_s=options.timeout)
+            if options.as_json:
                 for event in events:
                     print(event_json(event), flush=True)
             else:
@@ -309,121 +210,23 @@ def flush(
 
 
 @app.command()
-def load(
-    target: TargetOption = None,
-    api: Annotated[
-        Api, typer.Option(help="API of the target: Baton's own, or VllmEngine's.")
-    ] = Api.BATON,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"Number of requests; default: the whole trace, or {DEFAULT_COUNT}."
-        ),
-    ] = None,
-    rate: Annotated[
-        float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")
-    ] = 4.0,
-    arrival: Annotated[Process, typer.Option(help="Distribution of arrivals.")] = Process.POISSON,
-    burst: Annotated[
-        int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")
-    ] = 8,
-    prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288",
-    output_tokens: Annotated[str, typer.Option(help="Output lengths, in the same form.")] = "32",
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Replay times and lengths of this file instead: JSONL, or the CSV of Azure or "
-            "BurstGPT."
-        ),
-    ] = None,
-    speed: Annotated[
-        float,
-        typer.Option(min=0.001, callback=finite, help="Replay a trace faster by this factor."),
-    ] = 1.0,
-    too_long: Annotated[
-        TooLong,
-        typer.Option(
-            help="How to handle requests longer than the context: reject the load, skip them, or cut "
-            "their prompts."
-        ),
-    ] = TooLong.REFUSE,
-    warm_up: Annotated[
-        int, typer.Option(min=0, help="Warm-up requests, sent first and not counted.")
-    ] = 2,
-    slo_ttft: Annotated[
-        float,
-        typer.Option(
-            min=0.000001, callback=finite, help="Limit on time to first token, in seconds."
-        ),
-    ] = 0.5,
-    slo_tpot: Annotated[
-        float,
-        typer.Option(
-            min=0.000001, callback=finite, help="Limit on time per further token, in seconds."
-        ),
-    ] = 0.05,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            max=MAX_WAIT_S,
-            callback=finite,
-            help="Cancel a request after this many seconds.",
-        ),
-    ] = 60.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Random seed; the same seed sends the same requests at the same times. Default: a "
-            "new one, so that no cache has the prompts."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot the run into this .png, .svg or .pdf file.")
-    ] = None,
-    as_json: AsJson = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = "",
-    token_file: TokenFile = None,
-) -> None:
+@command_of(LoadOptions)
+def load(context: typer.Context, given: Flags) -> None:
     """Measure how a cluster performs under load. Sends requests on schedule, even when responses
     are slow, and reports TTFT, TPOT, ITL and goodput. Exit code 1 if a request failed."""
+    options = LoadOptions.of(given)
     console = Console(stderr=True, highlight=False)
 
     async def run(spec: LoadSpec) -> dict[str, object]:
-        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        async with connect(api, targets_of(target), security) as client:
+        async with connect(spec.api, targets_of(options.target), options.security()) as client:
             figures, _ = await measure(client, spec, console)
             return figures
 
-    with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
-        if plot is not None:
-            check_can_plot(plot)
-        shape = Shape(
-            Lengths.parse(prompt_tokens, field="prompt_tokens"),
-            Lengths.parse(output_tokens, field="output_tokens"),
-        )
-        figures = asyncio.run(
-            run(
-                LoadSpec(
-                    api,
-                    requests,
-                    Arrivals(arrival, rate, burst),
-                    shape,
-                    Slo(slo_ttft, slo_tpot),
-                    trace,
-                    speed,
-                    warm_up,
-                    secrets.randbits(32) if seed is None else seed,
-                    timeout,
-                    plot,
-                    too_long,
-                )
-            )
-        )
-        if as_json:
+    with one_line_errors(options.target, tls_ca=options.tls_ca, token_file=options.token_file):
+        if options.plot is not None:
+            check_can_plot(options.plot)
+        figures = asyncio.run(run(options.spec()))
+        if options.as_json:
             print(json.dumps(figures))
         else:
             for part in report(figures):

@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import typer
 
 from baton.client import DEFAULT_TARGET
 from baton.connection import advice
 from baton.finite import finite
-from runtime.config import MAX_WAIT_S
+from runtime.config import MAX_WAIT_S, Config
+from runtime.config_flags import Flags
 from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import report_end
 from runtime.process.standard_streams import reporting_full_disk
@@ -31,6 +32,18 @@ Timeout = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+class CommandOptions(Config):
+    """Options of a command, which typer has checked."""
+
+    @classmethod
+    def of(cls, given: Flags) -> Self:
+        """Return the options of a command line, without another check.
+
+        The prompt may be an argument that the locale cannot decode, which pydantic would reject.
+        """
+        return cls.model_construct(None, **given)
 
 
 def targets_of(given: list[str] | None) -> tuple[str, ...]:

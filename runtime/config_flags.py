@@ -9,7 +9,7 @@ help text, so that a setting is declared once:
     def run(flags: Flags, file: Path | None, checks_only: bool) -> None: ...
 
 A field may carry a `typer.Option` with what a field cannot express, such as another name of the
-flag or an environment variable:
+flag or an environment variable, or a `typer.Argument`:
 
     config_file: Annotated[Path | None, typer.Option("--config")] = Field(...)
 """
@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
-from typer.models import OptionInfo
+from typer.models import ParameterInfo
 
 from runtime.config import Config
 
@@ -118,10 +118,10 @@ def _final_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     return _optional(name, _kind(field.annotation), option, default=default)
 
 
-def _option_of(field: FieldInfo) -> OptionInfo:
-    """Return the option that the field carries, completed from the field."""
-    given = [each for each in field.metadata if isinstance(each, OptionInfo)]
-    option: OptionInfo = copy.copy(given[0]) if given else typer.Option()
+def _option_of(field: FieldInfo) -> ParameterInfo:
+    """Return the option or argument that the field carries, completed from the field."""
+    given = [each for each in field.metadata if isinstance(each, ParameterInfo)]
+    option: ParameterInfo = copy.copy(given[0]) if given else typer.Option()
     if not option.help:
         text = field.description or ""
         text = text[:1].upper() + text[1:]
@@ -135,7 +135,7 @@ def _option_of(field: FieldInfo) -> OptionInfo:
 
 
 def _optional(
-    name: str, kind: object, option: OptionInfo, *, default: object = None
+    name: str, kind: object, option: ParameterInfo, *, default: object = None
 ) -> inspect.Parameter:
     return inspect.Parameter(
         name,
@@ -155,6 +155,8 @@ def _kind(annotation: object) -> object:
         case origin if origin in (Union, types.UnionType):
             (kind,) = (each for each in get_args(annotation) if each is not types.NoneType)
             return _kind(kind)
+        case origin if origin is list:
+            return annotation
         case origin if origin is tuple:
             return list[_kind(get_args(annotation)[0])]  # type: ignore[misc]
         case _:

@@ -1,0 +1,130 @@
+"""Options of `baton load`, and the run that they describe."""
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.command_line import AsJson, CommandOptions, TargetOption
+from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
+from baton.finite import finite
+from baton.load import Slo
+from baton.load_command import DEFAULT_COUNT, Api, LoadSpec
+from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
+from runtime.config import MAX_WAIT_S
+from runtime.security.access import ChannelSecurity
+
+_LENGTH_HELP = "Prompt lengths: 192, uniform:96-288, normal:192,48 or exponential:192."
+
+
+class LoadOptions(CommandOptions):
+    """Options of `baton load`."""
+
+    target: TargetOption = None
+    api: Annotated[Api, typer.Option(help="API of the target: Baton's own, or VllmEngine's.")] = (
+        Api.BATON
+    )
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Number of requests; default: the whole trace, or {DEFAULT_COUNT}."
+        ),
+    ] = None
+    rate: Annotated[
+        float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")
+    ] = 4.0
+    arrival: Annotated[Process, typer.Option(help="Distribution of arrivals.")] = Process.POISSON
+    burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
+    prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288"
+    output_tokens: Annotated[str, typer.Option(help="Output lengths, in the same form.")] = "32"
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay times and lengths of this file instead: JSONL, or the CSV of Azure or "
+            "BurstGPT."
+        ),
+    ] = None
+    speed: Annotated[
+        float,
+        typer.Option(min=0.001, callback=finite, help="Replay a trace faster by this factor."),
+    ] = 1.0
+    too_long: Annotated[
+        TooLong,
+        typer.Option(
+            help="How to handle requests longer than the context: reject the load, skip them, or cut "
+            "their prompts."
+        ),
+    ] = TooLong.REFUSE
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Warm-up requests, sent first and not counted.")
+    ] = 2
+    slo_ttft: Annotated[
+        float,
+        typer.Option(
+            min=0.000001, callback=finite, help="Limit on time to first token, in seconds."
+        ),
+    ] = 0.5
+    slo_tpot: Annotated[
+        float,
+        typer.Option(
+            min=0.000001, callback=finite, help="Limit on time per further token, in seconds."
+        ),
+    ] = 0.05
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            max=MAX_WAIT_S,
+            callback=finite,
+            help="Cancel a request after this many seconds.",
+        ),
+    ] = 60.0
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed; the same seed sends the same requests at the same times. Default: a "
+            "new one, so that no cache has the prompts."
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the run into this .png, .svg or .pdf file.")
+    ] = None
+    as_json: AsJson = False
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    tls_name: TlsName = ""
+    token_file: TokenFile = None
+
+    def security(self) -> ChannelSecurity:
+        """Return the security settings of the connection.
+
+        Raises:
+            ConfigError: a flag is missing, or its file cannot be used; names the flag.
+        """
+        return connection(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
+
+    def spec(self) -> LoadSpec:
+        """Return the run to measure, with a new seed if none was given.
+
+        Raises:
+            ConfigError: a length is invalid; names the flag.
+        """
+        return LoadSpec(
+            api=self.api,
+            count=self.requests,
+            arrivals=Arrivals(self.arrival, self.rate, self.burst),
+            shape=Shape(
+                Lengths.parse(self.prompt_tokens, field="prompt_tokens"),
+                Lengths.parse(self.output_tokens, field="output_tokens"),
+            ),
+            slo=Slo(self.slo_ttft, self.slo_tpot),
+            trace=self.trace,
+            speed=self.speed,
+            warm_up=self.warm_up,
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            timeout_s=self.timeout,
+            picture=self.plot,
+            too_long=self.too_long,
+        )
