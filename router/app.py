@@ -5,8 +5,11 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2_grpc, orca_service_pb2_grpc
 from router.api.generation import GenerationService, RequestLimits
@@ -55,9 +58,52 @@ async def serve(
             be used.
     """
     logger.debug("settings", extra=describe(config))
-    certificates = config.certificates()
+    security = _server_security(config)
+    model = await _load_model(config)
+    incarnation = uuid.uuid4().hex
+    tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
+    registry = new_registry(role="router", version=VERSION)
+    services = _services(
+        config,
+        model.facts,
+        RouterMetrics.create(registry),
+        ChannelSecurity(security.certificates),
+    )
+    names = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
+    server = GrpcServer(
+        _server_options(config),
+        services=names,
+        metrics=RpcMetrics.create(registry),
+        security=security,
+        background_methods=ENDLESS_METHODS,
+        also_served=(ORCA_SERVICE,),
+        tracing=tracing,
+    )
+    _add_apis(server, config, model, services, security)
+    try:
+        async with _listening(server, config, registry, incarnation) as address:
+            logger.info("router listens", extra={"address": address, "model": model.facts.name})
+            readiness = Readiness(services, server.health, config.warm_up_s, names)
+            on_start()
+            async with background(
+                stop, services.directory.run(), services.admission.run(), readiness.run()
+            ):
+                await stop.wait()
+                await server.drain(grace_s=config.drain_s)
+    finally:
+        if model.grammars is not None:
+            await asyncio.to_thread(model.grammars.close)
+        await asyncio.to_thread(tracing.close)
+
+
+def _server_security(config: RouterConfig) -> ServerSecurity:
+    """Return the requirements for clients.
+
+    Raises:
+        ConfigError: a file cannot be used, or `salt_by_client` is set and nothing names clients.
+    """
     security = ServerSecurity(
-        certificates,
+        config.certificates(),
         config.client_certificates,
         None if config.token_file is None else TokenList(config.token_file),
     )
@@ -66,6 +112,15 @@ async def serve(
             "salt_by_client needs token_file or clients' certificates: nothing else names a client",
             field="salt_by_client",
         )
+    return security
+
+
+async def _load_model(config: RouterConfig) -> ServedModel:
+    """Load the tokenizer and the facts of the model, and log what an operator should know.
+
+    Raises:
+        ConfigError: the model directory cannot be used.
+    """
     check_model_folder(config.model, needs_weights=False)
     if notice := await asyncio.to_thread(make_tokenizer, config.model):
         logger.warning(notice)
@@ -77,29 +132,19 @@ async def serve(
     )
     for notice in model.notices:
         logger.warning(notice)
-    incarnation = uuid.uuid4().hex
-    tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
-    registry = new_registry(role="router", version=VERSION)
-    services = _services(
-        config, model.facts, RouterMetrics.create(registry), ChannelSecurity(certificates)
-    )
-    services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
-    server = GrpcServer(
-        _server_options(config),
-        services=services_served,
-        metrics=RpcMetrics.create(registry),
-        security=security,
-        background_methods=ENDLESS_METHODS,
-        also_served=(ORCA_SERVICE,),
-        tracing=tracing,
-    )
-    _add_apis(server, config, model, services, security)
+    return model
+
+
+@asynccontextmanager
+async def _listening(
+    server: GrpcServer, config: RouterConfig, registry: CollectorRegistry, incarnation: str
+) -> AsyncIterator[str]:
+    """Serve gRPC and metrics for the length of the block; announce and yield the gRPC address."""
     exposition = None
     if config.metrics_port is not None:
         exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
     try:
         address = await server.start()
-        logger.info("router listens", extra={"address": address, "model": model.facts.name})
         if config.announce is not None:
             write_announcement(
                 config.announce,
@@ -107,20 +152,11 @@ async def serve(
                     address, exposition.port if exposition else None, os.getpid(), incarnation
                 ),
             )
-        readiness = Readiness(services, server.health, config.warm_up_s, services_served)
-        on_start()
-        async with background(
-            stop, services.directory.run(), services.admission.run(), readiness.run()
-        ):
-            await stop.wait()
-            await server.drain(grace_s=config.drain_s)
+        yield address
     finally:
         await server.stop()
         if exposition is not None:
             exposition.close()
-        if model.grammars is not None:
-            await asyncio.to_thread(model.grammars.close)
-        await asyncio.to_thread(tracing.close)
 
 
 def _services(

@@ -54,7 +54,6 @@ LONG_FUNCTIONS: Mapping[str, int] = {
     "pool/process.py:_lead": 77,
     "pool/stage/plan.py:plan_stage": 62,
     "pool/stage/stage.py:build_stage": 64,
-    "router/app.py:serve": 78,
 }
 
 
