@@ -9,27 +9,28 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from engine.loop import LoopObserver
 from engine.memory.budget import describe_pools
 from engine.sampling.guided import GuidedSampler
+from pool.leader_server import LeaderServer
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
 from pool.pipeline.join import JoinReports
-from pool.pipeline.leader import Leader
 from pool.pipeline.stage_channel import open_pool_channel
-from pool.request.handler import EventPost, MemoryReclaimer
-from pool.role import LeaderParts, PoolRole
-from pool.serving import HealthSetter, PoolProcess, listening, make_server
+from pool.role import PoolRole
+from pool.serving import (
+    PIPELINE_SERVICE,
+    HealthSetter,
+    PoolProcess,
+    listening,
+    make_server,
+    watch_agent,
+)
 from pool.stage.config import WorkerConfig
 from pool.stage.kernels import compile_kernels
-from pool.stage.metrics import LeaderMeters, LoadBoard, StageMeters
+from pool.stage.metrics import StageMeters
 from pool.stage.plan import max_frame_bytes, naming_memory, plan_stage
 from pool.stage.stage import build_stage
-from pool.watch import WorkerService, formed_info, worker_info, worker_load
-from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from runtime.clock import SystemClock
 from runtime.config import parse_address
-from runtime.errors import InternalError
 from runtime.model_files.tokenizer_files import make_tokenizer
 from runtime.observe.exposition import new_registry
 from runtime.observe.metrics import RefusalMetrics, StageMetrics
@@ -38,15 +39,10 @@ from runtime.process.announce import announced_address, announcement_path
 from runtime.process.supervision import StopSignal, background
 from runtime.security.access import ChannelSecurity
 from runtime.version import VERSION
-from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.ucx.binding import loopback_device
 
 logger = logging.getLogger(__name__)
-
-PIPELINE_SERVICE = "baton.v1.Pipeline"
-WORKER_SERVICE = "baton.v1.Worker"
-REFRESH_S = 0.25  # seconds between two updates of the gauges
 
 
 async def run_worker(
@@ -146,82 +142,7 @@ def _show_where_ucx_listens(config: WorkerConfig) -> None:
 
 
 async def _lead(process: PoolProcess, reports: SessionReports, began_s: float) -> None:
-    config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(
-        process.registry, stage.plan.geometry, stage.counts, num_data_ranks=config.dp_attention
-    )
-    leading = role.lead(config, stage)
-    services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
-    server = make_server(process, services)
-    show_health = HealthSetter(server, services)
-    start_s: list[float] = []  # set once it has served
-
-    def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
-        show_health(serving)
-        if serving and not start_s:
-            start_s.append(loop.time() - began_s)
-        if leader.weights is not None:
-            meters.pool.compat.info({"hash": leader.compatibility.digest})
-        worker_service.changed()
-
-    def on_settled() -> None:
-        post.flush()
-        board.publish()
-
-    def on_unhealthy(reason: str) -> None:
-        meters.pool.imbalances.inc()
-        leader.unhealthy(reason)
-
-    loop, board = asyncio.get_running_loop(), LoadBoard(leading.ranks, SystemClock())
-    post = EventPost(loop)
-    observer = LoopObserver(
-        launched_s=meters.on_launch,
-        step_s=meters.on_step,
-        waited_s=meters.on_wait,
-        settled=on_settled,
-        unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason),
-    )
-    leader = Leader(
-        config,
-        stage,
-        leading.ranks.schedulers,
-        GuidedSampler(stage.grammars),
-        reports=reports,
-        warm_up=lambda: leading.warm_up(parts),
-        on_serving=on_serving,
-        empty=lambda grace_s: server.empty(grace_s=grace_s),
-        hand_back=server.hand_back,
-        observer=observer,
-        on_frame=meters.on_frame,
-        count_refused=process.refusals.count,
-    )
-    reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
-    parts = LeaderParts(config, stage, leader, reclaimer, meters, post, process.registry)
-    info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
-    worker_service = WorkerService(
-        lambda: formed_info(info, leader, stage.plan),
-        lambda: worker_load(leader, board.load, meters, sum(start_s)),
-        leading.journal,
-        lambda: leader.loop.submit(leading.ranks.flush),
-    )
-    leading.add_service(server, parts)
-    worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
-    if leader.service is not None:
-        pipeline_pb2_grpc.add_PipelineServicer_to_server(leader.service, server.grpc)
-    async with listening(process, server):
-        leader.start()
-        try:
-            async with background(
-                process.stop,
-                _refresh(parts, board),
-                _watch_agent(stage.agent),
-                _watch_engine(leader),
-            ):
-                await process.stop.wait()
-        finally:
-            leader.drain()
-            await server.drain(grace_s=config.drain_s)
-            leader.stop()
+    await LeaderServer(process, reports, began_s=began_s).run()
 
 
 async def _follow(process: PoolProcess, reports: JoinReports) -> None:
@@ -273,33 +194,10 @@ async def _follow_leader(process: PoolProcess, config: WorkerConfig, reports: Jo
         engine.start()
         try:
             joined = follower.run(HealthSetter(server, (PIPELINE_SERVICE,)))
-            async with background(process.stop, joined, _watch_agent(stage.agent)):
+            async with background(process.stop, joined, watch_agent(stage.agent)):
                 await process.stop.wait()
                 await follower.leave(config.drain_s)
         finally:
             await server.drain(grace_s=0.5)
             engine.stop()
             channel.close()
-
-
-async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
-    """Keep the gauges current."""
-    while True:
-        parts.meters.on_load(worker_load(parts.leader, board.load, parts.meters))
-        parts.meters.on_occupancy(board.occupancy, num_draining=parts.reclaimer.open_tasks)
-        await asyncio.sleep(REFRESH_S)
-
-
-async def _watch_agent(agent: TransferAgent) -> None:
-    """Raise InternalError when the transfer thread has failed.
-
-    The stage can then serve no more, so the process ends and is replaced.
-    """
-    while agent.failure is None:  # noqa: ASYNC110 - a thread's end sets no event
-        await asyncio.sleep(0.5)
-    raise InternalError(f"the transfer agent has failed: {agent.failure!r}")
-
-
-async def _watch_engine(leader: Leader) -> None:
-    """Raise the error of a leader that can never serve again."""
-    raise await leader.until_failed()

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from pool.role import PoolRole
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
+from runtime.errors import InternalError
 from runtime.observe.exposition import Exposition
 from runtime.observe.metrics import RefusalMetrics, RpcMetrics
 from runtime.observe.tracing import Tracing
@@ -20,9 +21,11 @@ from runtime.process.supervision import StopSignal
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.security.access import PeerRole, ServerSecurity
 from runtime.security.certificates import CertificateStore
+from transfer.agent.agent import TransferAgent
 
 logger = logging.getLogger(__name__)
 
+PIPELINE_SERVICE = "baton.v1.Pipeline"
 ENDLESS_METHODS = frozenset(
     {
         "/baton.v1.Worker/Watch",
@@ -109,3 +112,13 @@ async def listening(process: PoolProcess, server: GrpcServer) -> AsyncIterator[N
     finally:
         await server.stop()
         exposition.close()
+
+
+async def watch_agent(agent: TransferAgent) -> None:
+    """Raise InternalError when the transfer thread has failed.
+
+    The stage can then serve no more, so the process ends and is replaced.
+    """
+    while agent.failure is None:  # noqa: ASYNC110 - a thread's end sets no event
+        await asyncio.sleep(0.5)
+    raise InternalError(f"the transfer agent has failed: {agent.failure!r}")

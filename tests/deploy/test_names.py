@@ -18,7 +18,7 @@ from engine.core.layer_range import Placement
 from engine.core.numerics import HOST, Numerics
 from pool.main import worker_command
 from pool.pipeline.follower import GOODBYE_S
-from pool.process import PIPELINE_SERVICE
+from pool.serving import PIPELINE_SERVICE
 from pool.stage.backends import check_offered
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole

@@ -17,7 +17,7 @@ from engine.pipeline.channel import Packet
 from engine.pipeline.ranks import StageRanks
 from engine.pipeline.results import StepResult
 from engine.sampling.guided import GuidedSampler
-from pool import process as process_module
+from pool import leader_server
 from pool.pipeline import leader as leader_module
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
@@ -301,7 +301,7 @@ async def test_a_one_stage_worker_ends_with_the_reason_its_engine_stopped() -> N
             with pytest.raises(
                 UnavailableError, match="this worker cannot continue: the engine stopped: boom"
             ):
-                await process_module._watch_engine(rig.leader)
+                await leader_server._watch_engine(rig.leader)
         assert not rig.leader.serving
 
 
@@ -325,7 +325,7 @@ async def test_an_unhealthy_pool_rejects_its_requests_and_joining_stages() -> No
                 UnavailableError,
                 match="cannot continue: the pool is unhealthy: page 3 has two owners",
             ):
-                await process_module._watch_engine(rig.leader)
+                await leader_server._watch_engine(rig.leader)
         assert [type(error) for error in rig.handed_back] == [UnavailableError], (
             "its routers move them elsewhere"
         )
@@ -342,7 +342,7 @@ async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> N
                 with pytest.raises(
                     UnavailableError, match="has been in one step for more than 1 s"
                 ):
-                    await process_module._watch_engine(rig.leader)
+                    await leader_server._watch_engine(rig.leader)
             assert not rig.leader.serving
             assert [type(error) for error in rig.handed_back] == [UnavailableError], (
                 "its routers move them elsewhere"

@@ -16,7 +16,7 @@ from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeRole
 from engine.core.request import Request, SamplingParams
 from engine.memory.layout import Buffer
-from pool import process as process_module
+from pool import leader_server
 from pool.pipeline import leader as leader_module
 from pool.pipeline.leader import Leader
 from pool.process import run_worker
@@ -154,7 +154,7 @@ async def laboratory(
                 made.schedulers.append(scheduler)
             super().start()
 
-    monkeypatch.setattr(process_module, "Leader", SeenLeader)
+    monkeypatch.setattr(leader_server, "Leader", SeenLeader)
     monkeypatch.setattr(leader_module, "LINGER_S", 600.0)  # a test ends it
     monkeypatch.setattr(stage_module, "UcxTransport", DamagingUcx)
     try:

@@ -1,0 +1,161 @@
+"""The leader of a pool with its gRPC services, its metrics and its load reports."""
+
+import asyncio
+
+from engine.loop import LoopObserver
+from engine.sampling.guided import GuidedSampler
+from pool.pipeline.group import SessionReports
+from pool.pipeline.leader import Leader
+from pool.request.handler import EventPost, MemoryReclaimer
+from pool.role import LeaderParts
+from pool.serving import (
+    PIPELINE_SERVICE,
+    HealthSetter,
+    PoolProcess,
+    listening,
+    make_server,
+    watch_agent,
+)
+from pool.stage.metrics import LeaderMeters, LoadBoard
+from pool.watch import WorkerService, formed_info, worker_info, worker_load
+from protos import pipeline_pb2_grpc, worker_pb2_grpc
+from protos import worker_pb2 as pb
+from runtime.clock import SystemClock
+from runtime.process.supervision import background
+
+WORKER_SERVICE = "baton.v1.Worker"
+REFRESH_S = 0.25  # seconds between two updates of the gauges
+
+
+class LeaderServer:
+    """A leader and the services that report on it. Belongs to the event loop's thread.
+
+    The engine thread calls `_on_settled` and the meters.
+    """
+
+    def __init__(self, process: PoolProcess, reports: SessionReports, *, began_s: float) -> None:
+        """Build everything; `run` starts it. `began_s` is the loop time at which the start began."""
+        config, stage = process.config, process.stage
+        self._process = process
+        self._events = asyncio.get_running_loop()
+        self._began_s = began_s
+        self._start_s = 0.0  # seconds until it first served, 0 before
+        self._meters = LeaderMeters.create(
+            process.registry, stage.plan.geometry, stage.counts, num_data_ranks=config.dp_attention
+        )
+        self._role = process.role.lead(config, stage)
+        services = (process.role.service, WORKER_SERVICE, PIPELINE_SERVICE)
+        self._server = make_server(process, services)
+        self._show_health = HealthSetter(self._server, services)
+        self._board = LoadBoard(self._role.ranks, SystemClock())
+        self._post = EventPost(self._events)
+        self._leader = Leader(
+            config,
+            stage,
+            self._role.ranks.schedulers,
+            GuidedSampler(stage.grammars),
+            reports=reports,
+            warm_up=self._warm_up,
+            on_serving=self._on_serving,
+            empty=self._empty,
+            hand_back=self._server.hand_back,
+            observer=self._observer(),
+            on_frame=self._meters.on_frame,
+            count_refused=process.refusals.count,
+        )
+        self._parts = LeaderParts(
+            config,
+            stage,
+            self._leader,
+            MemoryReclaimer(reports, self._leader.loop, self._on_unhealthy),
+            self._meters,
+            self._post,
+            process.registry,
+        )
+        self._worker_service = self._make_worker_service()
+        self._add_services()
+
+    async def run(self) -> None:
+        """Serve until the process stops or can never serve again, then drain."""
+        process, leader = self._process, self._leader
+        async with listening(process, self._server):
+            leader.start()
+            try:
+                async with background(
+                    process.stop,
+                    self._refresh(),
+                    watch_agent(process.stage.agent),
+                    _watch_engine(leader),
+                ):
+                    await process.stop.wait()
+            finally:
+                leader.drain()
+                await self._server.drain(grace_s=process.config.drain_s)
+                leader.stop()
+
+    def _observer(self) -> LoopObserver:
+        return LoopObserver(
+            launched_s=self._meters.on_launch,
+            step_s=self._meters.on_step,
+            waited_s=self._meters.on_wait,
+            settled=self._on_settled,
+            unhealthy=lambda reason: self._events.call_soon_threadsafe(self._on_unhealthy, reason),
+        )
+
+    def _make_worker_service(self) -> WorkerService:
+        process, leader = self._process, self._leader
+        plan = process.stage.plan
+        info = worker_info(
+            process.config, plan, role=process.role.name, incarnation=process.incarnation
+        )
+        return WorkerService(
+            lambda: formed_info(info, leader, plan),
+            lambda: self._load(self._start_s),
+            self._role.journal,
+            lambda: leader.loop.submit(self._role.ranks.flush),
+        )
+
+    def _add_services(self) -> None:
+        server, pipeline_service = self._server, self._leader.service
+        self._role.add_service(server, self._parts)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service, server.grpc)
+        if pipeline_service is not None:
+            pipeline_pb2_grpc.add_PipelineServicer_to_server(pipeline_service, server.grpc)
+
+    async def _warm_up(self) -> None:
+        await self._role.warm_up(self._parts)
+
+    async def _empty(self, grace_s: float) -> None:
+        await self._server.empty(grace_s=grace_s)
+
+    def _on_serving(self, serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
+        self._show_health(serving)
+        if serving and not self._start_s:
+            self._start_s = self._events.time() - self._began_s
+        if self._leader.weights is not None:
+            self._meters.pool.compat.info({"hash": self._leader.compatibility.digest})
+        self._worker_service.changed()
+
+    def _on_settled(self) -> None:
+        self._post.flush()
+        self._board.publish()
+
+    def _on_unhealthy(self, reason: str) -> None:
+        self._meters.pool.imbalances.inc()
+        self._leader.unhealthy(reason)
+
+    def _load(self, start_s: float = 0.0) -> pb.WorkerLoad:
+        return worker_load(self._leader, self._board.load, self._meters, start_s)
+
+    async def _refresh(self) -> None:
+        """Keep the gauges current."""
+        while True:
+            self._meters.on_load(self._load())
+            num_draining = self._parts.reclaimer.open_tasks
+            self._meters.on_occupancy(self._board.occupancy, num_draining=num_draining)
+            await asyncio.sleep(REFRESH_S)
+
+
+async def _watch_engine(leader: Leader) -> None:
+    """Raise the error of a leader that can never serve again."""
+    raise await leader.until_failed()
