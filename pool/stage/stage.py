@@ -90,13 +90,8 @@ def build_stage(
         while_under_way=overlap.pass_turn if overlap is not None else lambda: None,
     )
     model, runs_on = _load_layers(plan, pools, backends, digest, ranks, speculates=speculates)
-    profile = TransportProfile(config.transport)
-    transport = UcxTransport(
-        profile=profile, clock=SystemClock(), binding=config.binding, on_refused=on_refused
-    )
-    route = Route.DIRECT if profile.reaches_devices else Route.PINNED
-    agent = build_agent(
-        pools, backends.device, transport, incarnation=incarnation, on_event=on_event, route=route
+    agent = _agent(
+        config, pools, backends.device, incarnation, on_event=on_event, on_refused=on_refused
     )
     observer = observe_layers(agent, layer_mark(backends.device))
     graphs = _build_replays(config, plan, model, runs_on, backends.device, observer)
@@ -122,6 +117,26 @@ def build_stage(
         backends.device,
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
+    )
+
+
+def _agent(
+    config: WorkerConfig,
+    pools: StagePools,
+    device: torch.device,
+    incarnation: str,
+    *,
+    on_event: Callable[[StageSessionEvent], None],
+    on_refused: Callable[[RefusalReason], object],
+) -> TransferAgent:
+    """Return the transfer agent of the pools over UCX; it is not started."""
+    profile = TransportProfile(config.transport)
+    transport = UcxTransport(
+        profile=profile, clock=SystemClock(), binding=config.binding, on_refused=on_refused
+    )
+    route = Route.DIRECT if profile.reaches_devices else Route.PINNED
+    return build_agent(
+        pools, device, transport, incarnation=incarnation, on_event=on_event, route=route
     )
 
 
