@@ -111,30 +111,21 @@ def plan_stage(
     whole = _read_whole(config)
     description = whole.of_rank(place.tensor)
     ranges = _layers_of_stages(config, whole, reads_prompts=reads_prompts)
-    specs = description.cache_specs(config.page_size)
     speculation = _speculation_of_role(config, whole, ranges[-1], speculates=speculates)
-    divided = place.tensor.attention
-    extra: tuple[CacheSpec, ...] = ()
-    scratch: tuple[CacheSpec, ...] = ()
+    caches = _caches_of(config, description, speculation, speculates=speculates)
     if speculation is not None:
-        if speculates:
-            extra = speculation.own_specs(specs, config.page_size)
-            scratch = speculation.scratch_specs(tuple(spec.of_rank(divided) for spec in specs))
-        handed = speculation.handed_specs(config.page_size)
-        specs = (*specs, *handed)
-        end = ranges[-1].end + len({spec.layer_id for spec in handed})
-        ranges[-1] = LayerRange(ranges[-1].start, end)
+        ranges[-1] = _with_draft(ranges[-1], speculation, config.page_size)
     held = config.max_running if max_held is None else max_held
-    num_scratch = config.max_running + 1 if scratch else 0
+    num_scratch = config.max_running + 1 if caches.scratch else 0
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
-    has_states = keeps_states and config.prefix_cache and any(spec.kind.is_state for spec in specs)
-    max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
-    own = tuple(spec.of_rank(divided) for spec in (*specs, *extra))
-    needs = PoolNeeds(own, held, scratch, num_scratch, draft_bytes, max_snapshots)
+    max_snapshots = _max_snapshots(config, caches) if keeps_states else 0
+    divided = place.tensor.attention
+    own = tuple(spec.of_rank(divided) for spec in (*caches.handed, *caches.draft))
+    needs = PoolNeeds(own, held, caches.scratch, num_scratch, draft_bytes, max_snapshots)
     size = plan_pool_size(config, description, ranges, needs, memory)
     layers = ranges[place.pipeline_rank]
     geometry = PoolGeometry(
-        config.page_size, size.num_pages, size.num_slots, layers, specs, divided
+        config.page_size, size.num_pages, size.num_slots, layers, caches.handed, divided
     )
     settings = stage_settings(
         config,
@@ -145,10 +136,58 @@ def plan_stage(
         speculation=speculation,
         speculates=speculates,
     )
-    notice = resume_notice(config, description.facts.chunk_grid) if has_states else ""
+    notice = resume_notice(config, description.facts.chunk_grid) if max_snapshots else ""
     return StagePlan(
         description, ranges, geometry, settings, size, held, speculation, num_scratch, notice
     )
+
+
+@dataclass(frozen=True)
+class _PlannedCaches:
+    """The caches of a whole model.
+
+    handed   those of the target, and those of its draft model that are part of the handoff
+    draft    those of the draft model that are not
+    scratch  the states of trees, as one rank has them
+    """
+
+    handed: tuple[CacheSpec, ...]
+    draft: tuple[CacheSpec, ...] = ()
+    scratch: tuple[CacheSpec, ...] = ()
+
+
+def _caches_of(
+    config: WorkerConfig,
+    description: ModelDescription,
+    speculation: SpeculationPlan | None,
+    *,
+    speculates: bool,
+) -> _PlannedCaches:
+    target = description.cache_specs(config.page_size)
+    if speculation is None:
+        return _PlannedCaches(target)
+    handed = (*target, *speculation.handed_specs(config.page_size))
+    if not speculates:
+        return _PlannedCaches(handed)
+    divided = config.placement.tensor.attention
+    return _PlannedCaches(
+        handed,
+        speculation.own_specs(target, config.page_size),
+        speculation.scratch_specs(tuple(spec.of_rank(divided) for spec in target)),
+    )
+
+
+def _with_draft(last: LayerRange, speculation: SpeculationPlan, page_size: int) -> LayerRange:
+    """Return the layers of the last stage, with those of the draft that are handed over."""
+    drafted = {spec.layer_id for spec in speculation.handed_specs(page_size)}
+    return LayerRange(last.start, last.end + len(drafted))
+
+
+def _max_snapshots(config: WorkerConfig, caches: _PlannedCaches) -> int:
+    """Return how many recurrent states may be cached; 0 if the model has none."""
+    if not config.prefix_cache or not any(spec.kind.is_state for spec in caches.handed):
+        return 0
+    return config.prefix_snapshots or 2 * config.max_running
 
 
 def _read_whole(config: WorkerConfig) -> ModelDescription:
