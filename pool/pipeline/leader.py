@@ -120,18 +120,23 @@ class Leader:
                 on_sent=on_frame,
                 count_refused=count_refused,
             )
-            self.service = PipelineService(
-                layers=stage.plan.ranges,
-                settings=stage.plan.settings,
-                counted=stage.counted,
-                leader_channel=self._channel.address,
-                incarnation=stage.agent.incarnation,
-                observer=self,
-                check_channels=check_channels,
-                tensor_size=config.tp,
-                data_size=config.dp_attention,
-                weights=stage.weights,
-            )
+            self.service = self._pipeline_service(self._channel.address)
+
+    def _pipeline_service(self, channel_address: bytes) -> PipelineService:
+        """Return the service with which the other stages join."""
+        config, stage = self._config, self._stage
+        return PipelineService(
+            layers=stage.plan.ranges,
+            settings=stage.plan.settings,
+            counted=stage.counted,
+            leader_channel=channel_address,
+            incarnation=stage.agent.incarnation,
+            observer=self,
+            check_channels=check_channels,
+            tensor_size=config.tp,
+            data_size=config.dp_attention,
+            weights=stage.weights,
+        )
 
     @property
     def failure(self) -> BaseException | None:
