@@ -36,7 +36,6 @@ LONG_FILES: Mapping[str, int] = {
 }
 LONG_FUNCTIONS: Mapping[str, int] = {
     "engine/kernels/device/delta_chunks.py:chunk_prepare_kernel": 73,
-    "engine/kernels/device/delta_chunks.py:delta_chunks": 109,
     "engine/kernels/device/latent.py:listed_attention_kernel": 64,
     "engine/kernels/device/paged.py:paged_attention_kernel": 64,
     "engine/kernels/device/tree.py:delta_tree_kernel": 66,

@@ -7,6 +7,8 @@ products run on tensor cores. Operands have 11 bits if q has 8 (bf16), otherwise
 many.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -228,6 +230,17 @@ def chunk_scan_kernel(
     tl.store(states + cell, state, mask=inside)
 
 
+class _ScanInputs(NamedTuple):
+    """The inputs of the scan, in the order of its arguments; see `chunk_prepare_kernel`."""
+
+    removals: Tensor
+    additions: Tensor
+    queries: Tensor
+    faded: Tensor
+    scores: Tensor
+    lasts: Tensor
+
+
 def delta_chunks(
     q: Tensor,
     k: Tensor,
@@ -244,18 +257,41 @@ def delta_chunks(
     state.
     """
     num_v_heads, dv = v.shape[1:]
-    num_k_heads, dk = q.shape[1:]
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    num_chunks = len(rows.chunk_starts)
-    if not num_chunks:
+    if not len(rows.chunk_starts):
         return out
-    dk_block = max(_MIN_KEY_BLOCK, triton.next_power_of_2(dk))
+    inputs = _prepare(q, k, v, g, beta, rows)
+    chunk_scan_kernel[len(rows.slots), num_v_heads, triton.cdiv(dv, _COLUMNS)](
+        *inputs,
+        rows.chunk_starts,
+        rows.chunk_sizes,
+        rows.row_chunks,
+        states,
+        rows.slots,
+        rows.fresh,
+        out,
+        num_v_heads,
+        DV=dv,
+        DV_BLOCK=_COLUMNS,
+        **_constants(q),
+    )
+    return out
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rows: PromptRows
+) -> _ScanInputs:
+    """Compute what needs no state, for all chunks concurrently."""
+    num_v_heads, dv = v.shape[1:]
+    num_k_heads, dk = q.shape[1:]
+    num_chunks = len(rows.chunk_starts)
+    constants = _constants(q)
+    dk_block = constants["DK_BLOCK"]
     inverses, scores, removals, queries, faded, additions = (
         torch.empty(num_chunks, num_v_heads, CHUNK, width, dtype=torch.float32, device=v.device)
         for width in (CHUNK, CHUNK, dk_block, dk_block, dk_block, dv)
     )
     lasts = torch.empty(num_chunks, num_v_heads, dtype=torch.float32, device=v.device)
-    precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
     chunk_inverse_kernel[num_chunks, num_v_heads](
         k,
         g,
@@ -265,12 +301,9 @@ def delta_chunks(
         inverses,
         num_k_heads,
         num_v_heads,
-        DK=dk,
-        DK_BLOCK=dk_block,
-        C=CHUNK,
-        PRECISION=precision,
-        **OPTIONS,
+        **constants,
     )
+    inputs = _ScanInputs(removals, additions, queries, faded, scores, lasts)
     chunk_prepare_kernel[num_chunks, num_v_heads](
         q,
         k,
@@ -280,44 +313,24 @@ def delta_chunks(
         inverses,
         rows.chunk_starts,
         rows.chunk_sizes,
-        removals,
-        additions,
-        queries,
-        faded,
-        scores,
-        lasts,
+        *inputs,
         num_k_heads,
         num_v_heads,
         dk**-0.5,
-        DK=dk,
         DV=dv,
-        DK_BLOCK=dk_block,
         DV_BLOCK=_COLUMNS,
-        C=CHUNK,
-        PRECISION=precision,
-        **OPTIONS,
+        **constants,
     )
-    chunk_scan_kernel[len(rows.slots), num_v_heads, triton.cdiv(dv, _COLUMNS)](
-        removals,
-        additions,
-        queries,
-        faded,
-        scores,
-        lasts,
-        rows.chunk_starts,
-        rows.chunk_sizes,
-        rows.row_chunks,
-        states,
-        rows.slots,
-        rows.fresh,
-        out,
-        num_v_heads,
-        DK=dk,
-        DV=dv,
-        DK_BLOCK=dk_block,
-        DV_BLOCK=_COLUMNS,
-        C=CHUNK,
-        PRECISION=precision,
+    return inputs
+
+
+def _constants(q: Tensor) -> dict[str, Any]:
+    """Return the constants and options that all three kernels are compiled with."""
+    dk = q.shape[2]
+    return {
+        "DK": dk,
+        "DK_BLOCK": max(_MIN_KEY_BLOCK, triton.next_power_of_2(dk)),
+        "C": CHUNK,
+        "PRECISION": "tf32" if q.dtype is torch.bfloat16 else "tf32x3",
         **OPTIONS,
-    )
-    return out
+    }
