@@ -23,7 +23,6 @@ Both clients are thin: `baton.wire` holds what they share.
 
 import asyncio
 import contextlib
-import math
 import random
 import secrets
 import time
@@ -35,12 +34,12 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import grpc
 
 from baton import wire
-from baton.retry import DEFAULT_RETRY, AnswerSoFar, Retry, RetryBudget, Targets, checked_targets
+from baton.retry import DEFAULT_RETRY, Attempts, Retry, Targets, checked_targets
 from baton.values import ClusterStatus, Completion, Event, FlushedCache, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from runtime.clock import SystemClock
-from runtime.errors import BatonError, FieldViolation, InvalidRequestError, UnavailableError
+from runtime.errors import BatonError, UnavailableError
 from runtime.rpc.client import open_channel, open_sync_channel
 from runtime.rpc.interrupt_safe import uninterrupted, uninterrupted_stream
 from runtime.rpc.status import error_from_rpc, is_lost
@@ -54,7 +53,6 @@ T = TypeVar("T")
 
 DEFAULT_TARGET = "127.0.0.1:7000"
 CONTROL_TIMEOUT_S = 10.0
-MAX_TIMEOUT_S = 1e9  # 30 years
 
 
 @contextlib.contextmanager
@@ -88,67 +86,20 @@ def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
     return error_from_rpc(call)
 
 
-def _checked_timeout(timeout_s: float | None) -> float | None:
-    """Return the time limit to pass to gRPC, or None if there is none.
-
-    gRPC treats a time that it cannot add to the clock as already over. A limit of more than
-    `MAX_TIMEOUT_S` is therefore no limit.
-
-    Raises:
-        InvalidRequestError: `timeout_s` is not a number.
-    """
-    if timeout_s is None or timeout_s > MAX_TIMEOUT_S:
-        return None
-    if math.isnan(timeout_s):
-        raise InvalidRequestError(
-            FieldViolation("timeout_s", "must be a number of seconds, got nan")
-        )
-    return timeout_s
-
-
 def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
     return (("traceparent", traceparent),) if traceparent else ()
 
 
-class _Attempts:
-    """State of one response over all its attempts, shared by both clients.
-
-    The clients add only the calls and the pauses.
-    """
-
-    def __init__(self, query: Query, timeout_s: float | None, retry: Retry, turns: Targets) -> None:
-        """Start with no attempt made.
-
-        Raises:
-            InvalidRequestError: `timeout_s` is not a number.
-        """
-        self._answer = AnswerSoFar(query, lambda: secrets.randbits(64))
-        self._budget = RetryBudget(
-            retry, _checked_timeout(timeout_s), len(turns), SystemClock(), random.Random()
-        )
-        self._turns = turns
-        self._turn = 0
-
-    @property
-    def is_whole(self) -> bool:
-        return self._answer.is_whole
-
-    def begin(self) -> tuple[int, pb.GenerateRequest, float | None]:
-        """Return the router to call next, the request to send, and the seconds left."""
-        self._turn = self._turns.next()
-        return self._turn, wire.request_of(self._answer.query()), self._budget.remaining_s()
-
-    def news(self, response: pb.GenerateResponse) -> Iterator[Event]:
-        """Yield the parts of a response that have not arrived before."""
-        self._turns.answered(self._turn)
-        for event in self._answer.news(wire.event_of(response)):
-            self._budget.progressed()
-            yield event
-
-    def pause_after(self, error: BatonError) -> float:
-        """Return the seconds until the next attempt, or raise `error` if there is none."""
-        self._turns.failed(self._turn, error)
-        return self._budget.pause_after(error)
+def _attempts(query: Query, timeout_s: float | None, retry: Retry, turns: Targets) -> Attempts:
+    return Attempts(
+        query,
+        retry,
+        turns,
+        timeout_s=timeout_s,
+        clock=SystemClock(),
+        rng=random.Random(),
+        draw_seed=lambda: secrets.randbits(64),
+    )
 
 
 class BatonClient:
@@ -192,9 +143,10 @@ class BatonClient:
 
         `traceparent` is the W3C trace context of the caller, if it has one.
         """
-        answer = _Attempts(query, timeout_s, self._retry, self._turns)
+        answer = _attempts(query, timeout_s, self._retry, self._turns)
         while True:
-            turn, request, timeout_s = answer.begin()
+            turn, attempt, timeout_s = answer.begin()
+            request = wire.request_of(attempt)
             try:
                 with (
                     _typed_errors(),
@@ -210,7 +162,7 @@ class BatonClient:
                     ) as responses,
                 ):
                     for response in responses:
-                        yield from answer.news(response)
+                        yield from answer.news(wire.event_of(response))
                 return
             except BatonError as error:
                 if answer.is_whole:
@@ -326,9 +278,10 @@ class AsyncBatonClient:
 
         `traceparent` is the W3C trace context of the caller, if it has one.
         """
-        answer = _Attempts(query, timeout_s, self._retry, self._turns)
+        answer = _attempts(query, timeout_s, self._retry, self._turns)
         while True:
-            turn, request, timeout_s = answer.begin()
+            turn, attempt, timeout_s = answer.begin()
+            request = wire.request_of(attempt)
             try:
                 with _typed_errors():
                     call = self._stubs[turn].Generate(
@@ -336,7 +289,7 @@ class AsyncBatonClient:
                     )
                     try:
                         async for response in call:
-                            for event in answer.news(response):
+                            for event in answer.news(wire.event_of(response)):
                                 yield event
                     finally:
                         call.cancel()

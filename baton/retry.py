@@ -6,7 +6,7 @@ Pure: time and random numbers are inputs, decisions are outputs.
 import math
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from baton.values import Chunk, Event, PromptLogprobs, Query
@@ -28,6 +28,7 @@ SPREAD_S = 0.05  # spreads the streams of a failed router over the others
 MAX_JITTER = 0.25  # share of the server's retry delay that is added at random
 MAX_ASKED_S = 30.0  # limit on a server's retry delay, as the cause may end long before
 MAX_NAP_S = 5.0  # limit on one pause within such a delay
+MAX_TIMEOUT_S = 1e9  # 30 years
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,73 @@ class AnswerSoFar:
                 ),
             )
         ]
+
+
+class Attempts:
+    """State of one response over all its attempts.
+
+    A client adds only the calls and the pauses.
+    """
+
+    def __init__(
+        self,
+        query: Query,
+        retry: Retry,
+        turns: Targets,
+        *,
+        timeout_s: float | None,
+        clock: Clock,
+        rng: random.Random,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        """Start with no attempt made.
+
+        Raises:
+            InvalidRequestError: `timeout_s` is not a number.
+        """
+        self._answer = AnswerSoFar(query, draw_seed)
+        self._budget = RetryBudget(retry, _checked_timeout(timeout_s), len(turns), clock, rng)
+        self._turns = turns
+        self._turn = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self._answer.is_whole
+
+    def begin(self) -> tuple[int, Query, float | None]:
+        """Return the router to call next, the query to send, and the seconds left."""
+        self._turn = self._turns.next()
+        return self._turn, self._answer.query(), self._budget.remaining_s()
+
+    def news(self, event: Event) -> Iterator[Event]:
+        """Yield the parts of an event that have not arrived before."""
+        self._turns.answered(self._turn)
+        for part in self._answer.news(event):
+            self._budget.progressed()
+            yield part
+
+    def pause_after(self, error: BatonError) -> float:
+        """Return the seconds until the next attempt, or raise `error` if there is none."""
+        self._turns.failed(self._turn, error)
+        return self._budget.pause_after(error)
+
+
+def _checked_timeout(timeout_s: float | None) -> float | None:
+    """Return the time limit to pass to gRPC, or None if there is none.
+
+    gRPC treats a time that it cannot add to the clock as already over. A limit of more than
+    `MAX_TIMEOUT_S` is therefore no limit.
+
+    Raises:
+        InvalidRequestError: `timeout_s` is not a number.
+    """
+    if timeout_s is None or timeout_s > MAX_TIMEOUT_S:
+        return None
+    if math.isnan(timeout_s):
+        raise InvalidRequestError(
+            FieldViolation("timeout_s", "must be a number of seconds, got nan")
+        )
+    return timeout_s
 
 
 def checked_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
