@@ -12,118 +12,42 @@ any way ends every process.
 """
 
 import asyncio
-import os
-import sys
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from baton.client import DEFAULT_TARGET, AsyncBatonClient
+from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig
-from baton.core_places import core_places
+from baton.cluster_plan import GATEWAY, ClusterPlan
 from baton.fork_server import Child, ForkServer, ForkServerLink, Spawn, spawn
-from baton.preflight import (
-    ROLES,
-    PoolShape,
-    binding_flags,
-    check_apart,
-    check_port,
-    check_tls,
-    listen_address,
-    memory_flags,
-    metrics_ports,
-    transport_text,
-)
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.scrape import scrape_config
 from baton.values import WorkerStatus
-from baton.waiting import GATEWAY_MODULE, reason_of, until_cluster_serves, until_serving
+from baton.waiting import reason_of, until_cluster_serves, until_serving
 from runtime.clock import Deadline, LoopClock
-from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError, UnavailableError
 from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer
 from runtime.observe.log import styled_line
 from runtime.process.announce import Announcement
 from runtime.security.access import PeerRole
 
-_GATEWAY = "gateway"
 _NARRATOR = "baton"
 _REAP_S = 5.0
 _POLL_S = 0.1
 PROGRESS_S = 5.0  # between two reports of a slow start
 
 
-@dataclass(frozen=True)
-class _Pool:
-    shape: PoolShape
-    index: int
-
-    def name(self, rank: int) -> str:
-        """Return the name of the process of this rank; ranks count stage by stage."""
-        return f"{self.shape.role}-{self.index}" + (f".{rank}" if self.shape.pool_size > 1 else "")
-
-    @property
-    def names(self) -> list[str]:
-        return [self.name(rank) for rank in range(self.shape.pool_size)]
-
-
-def _usable_cores() -> list[int]:
-    return (
-        sorted(os.sched_getaffinity(0))
-        if sys.platform == "linux"
-        else list(range(os.cpu_count() or 1))
-    )
-
-
 class LocalCluster:
     """Async context manager that runs a cluster; the cluster serves inside the block."""
 
     def __init__(self, config: ClusterConfig, *, sink: LogSink) -> None:
-        config.check()
         self._config = config
-        tables = {} if config.config_file is None else read_tables(config.config_file)
-        check_tls(
-            tables,
-            {"router": config.router_flags, **{shape.role: shape.flags for shape in config.shapes}},
-            config.security,
-        )
-        self._listen = listen_address(config.listen, tables, DEFAULT_TARGET)
-        check_port(parse_address(self._listen), flag="--listen")
-        if config.http:
-            http = parse_address(config.http, field="--http")
-            check_port(http, flag="--http")
-            check_apart(http, parse_address(self._listen))
-        self._pools = [
-            _Pool(shape, index) for shape in config.shapes for index in range(shape.count)
-        ]
-        self._tables = tables
-        self._memory_flags = memory_flags(config.shapes, tables, config.model)
-        self._binding_flags = {shape.role: binding_flags(shape, tables) for shape in config.shapes}
-        self._metrics_ports = metrics_ports(
-            tables,
-            {
-                "router": self._router_names,
-                **{
-                    role: [
-                        name
-                        for pool in self._pools
-                        if pool.shape.role == role
-                        for name in pool.names
-                    ]
-                    for role in ROLES
-                },
-            },
-        )
+        self._plan = ClusterPlan(config)
         self._sink = sink
         self._is_quiet = False
-        roles = {name: pool.shape.role for pool in self._pools for name in pool.names}
-        self._cores = core_places(
-            roles | dict.fromkeys(self._router_names, "router"), _usable_cores(), config.cores
-        )
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._fork_server: ForkServer | None = None  # one per cluster
@@ -138,7 +62,7 @@ class LocalCluster:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of all routers."""
-        announcements = [self.processes[name].announcement for name in self._router_names]
+        announcements = [self.processes[name].announcement for name in self._plan.router_names]
         return tuple(
             announcement.address for announcement in announcements if announcement is not None
         )
@@ -146,14 +70,14 @@ class LocalCluster:
     @property
     def http_address(self) -> str:
         """Return the address of the gateway, or "" if there is none."""
-        announcement = self.processes[_GATEWAY].announcement
+        announcement = self.processes[GATEWAY].announcement
         assert announcement is not None
         return announcement.address
 
     @property
     def transport_text(self) -> str:
         """Return a text that says on which devices UCX listens."""
-        return transport_text(self._config.shapes, self._tables)
+        return self._plan.transport_text
 
     def write_scrape_config(self) -> Path:
         """Write a Prometheus configuration for the running processes; it is deleted with the
@@ -274,23 +198,20 @@ class LocalCluster:
             raise ConfigError(
                 f"--http needs a tokenizer: {self._config.model} has none", field="http"
             )
-        num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
-        self._say(f"starting {num_processes} processes with {self._config.model}")
+        self._say(f"starting {self._plan.num_processes} processes with {self._config.model}")
         await self._connect_fork_server()
-        for pool in self._pools:
-            self._launch_stage(pool, 0)
-        for pool in self._pools:
-            for rank in range(1, pool.shape.pool_size):
-                self._launch_stage(pool, rank)
-        for name in self._router_names:
-            self._launch_router(name)
+        folder = Path(self._folder.name)
+        for spec in self._plan.workers(folder):
+            self._launch(spec, spawn if self._link is None else self._fork)
+        for spec in self._plan.routers(folder):
+            self._launch(spec, spawn)
         for process in self.processes.values():
             await process.announced(timeout_s=self._config.ready_timeout_s)
         self._say("waiting for the pools to form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         if self._config.http:
-            self._launch_gateway()
-            await self.processes[_GATEWAY].announced(timeout_s=self._config.ready_timeout_s)
+            self._launch(self._plan.gateway(folder, routers=self.addresses), spawn)
+            await self.processes[GATEWAY].announced(timeout_s=self._config.ready_timeout_s)
             await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         for process in self.processes.values():
             process.settle()
@@ -331,72 +252,7 @@ class LocalCluster:
         reason = "" if process.has_served else await reason_of(process, self._config.security)
         return f"{process.spec.name} {process.progress}" + (f" ({reason})" if reason else "")
 
-    def _launch_stage(self, pool: _Pool, rank: int) -> None:
-        shape = pool.shape
-        leader = self._announcement_path(pool.name(0))
-        flags = [*shape.process_flags(rank), *self._memory_flags[shape.role]]
-        if Address(self._config.places.host(pool.name(rank)), 0).is_loopback:
-            flags += self._binding_flags[shape.role]
-        flags += ["--leader", f"file://{leader}"] if rank else []
-        self._launch(pool.name(rank), shape.role, flags, leads=rank == 0)
-
-    def _announcement_path(self, name: str) -> Path:
-        return Path(self._folder.name) / f"{name}.json"
-
-    @property
-    def _router_names(self) -> list[str]:
-        return ["router", *(f"router-{index}" for index in range(1, self._config.routers))]
-
-    def _launch_router(self, name: str) -> None:
-        flags = ["--vllm-engine"] if self._config.http else []
-        flags += self._config.router_flags
-        for pool in self._pools:
-            flags += [f"--{pool.shape.role}", f"file://{self._announcement_path(pool.name(0))}"]
-        self._launch(name, "router", flags, leads=True)
-
-    def _launch_gateway(self) -> None:
-        """Launch the gateway, which ends after the routers.
-
-        By then it has no requests to wait for, and it does not log failed ones.
-        """
-        level = "warning" if self._config.log_level == "info" else self._config.log_level
-        flags = [flag for address in self.addresses for flag in ("--router", address)]
-        flags += ["--drain-s", "1", "--log-level", level]
-        flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
-        flags += (
-            ["--log-style", self._config.log_style.value]
-            if self._config.log_style is not None
-            else []
-        )
-        self._run(
-            ProcessSpec(
-                _GATEWAY,
-                GATEWAY_MODULE,
-                tuple(flags),
-                self._config.http,
-                None,
-                self._announcement_path(_GATEWAY),
-                leads=True,
-            ),
-            spawn,
-        )
-
-    def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
-        config = self._config
-        listen = self._listen if name == "router" else f"{config.places.host(name)}:0"
-        spec = ProcessSpec(
-            name,
-            role,
-            (*config.shared_flags, *flags),
-            listen,
-            self._cores[name] if config.one_core_each else None,
-            self._announcement_path(name),
-            leads,
-            self._metrics_ports[name],
-        )
-        self._run(spec, spawn if self._link is None or role == "router" else self._fork)
-
-    def _run(self, spec: ProcessSpec, start: Spawn) -> None:
+    def _launch(self, spec: ProcessSpec, start: Spawn) -> None:
         process = RoleProcess(
             spec,
             self._show,
