@@ -8,7 +8,9 @@ before and after the request: reports, health checks and waiting threads belong 
 they run during the request. A file does not count if the request enters only functions that the
 idle cluster also enters.
 
-Also shown: the files of which the request enters any function, and those of the idle cluster.
+Also shown: the files of which the request enters any function, and those of the idle cluster; and
+by package the *visits*. A visit is a function of another file that a function calls, counted once
+however often it is called. It is a jump of a reader that follows the request.
 """
 
 import argparse
@@ -56,6 +58,22 @@ class Function:
     name: str
 
 
+@dataclass(frozen=True, order=True)
+class Visit:
+    """A function, and a function of another file that it calls."""
+
+    caller: Function
+    callee: Function
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The product's functions that were entered, and the visits between them."""
+
+    functions: set[Function]
+    visits: set[Visit]
+
+
 class EnteredFunctions:
     """Functions entered by every thread that starts after `install`.
 
@@ -78,30 +96,41 @@ class EnteredFunctions:
         self._profiles.append(profile)
         profile.enable()
 
-    def _calls(self) -> Counter[CodeType]:
-        found: Counter[CodeType] = Counter()
+    def _calls(self) -> Counter[tuple[CodeType | None, CodeType]]:
+        """Return the number of calls by caller and callee; the caller None stands for all."""
+        found: Counter[tuple[CodeType | None, CodeType]] = Counter()
         for profile in self._profiles:
             for entry in profile.getstats():
-                if not isinstance(entry.code, str):  # not a built-in function
-                    found[entry.code] += entry.callcount
+                if isinstance(entry.code, str):  # a built-in function
+                    continue
+                found[None, entry.code] += entry.callcount
+                for called in entry.calls or ():
+                    if not isinstance(called.code, str):
+                        found[entry.code, called.code] += called.callcount
         return found
 
     @contextmanager
-    def collected(self) -> Iterator[set[Function]]:
-        """Yield a set that receives the product's functions entered in the block, at its end."""
+    def collected(self) -> Iterator[Entered]:
+        """Yield what receives the functions and visits of the block, at its end."""
         before = self._calls()
-        entered = set[Function]()
+        entered = Entered(set(), set())
         yield entered
-        for code, count in self._calls().items():
-            path = Path(code.co_filename)
-            if (
-                count > before[code]
-                and path.is_relative_to(ROOT)
-                and path.relative_to(ROOT).parts[0] in SHIPPED
-            ):
-                entered.add(
-                    Function(str(path.relative_to(ROOT)), code.co_firstlineno, code.co_qualname)
-                )
+        for (calling, called), count in self._calls().items():
+            callee = _function(called) if count > before[calling, called] else None
+            if callee is None:
+                continue
+            entered.functions.add(callee)
+            caller = None if calling is None else _function(calling)
+            if caller is not None and caller.file != callee.file:
+                entered.visits.add(Visit(caller, callee))
+
+
+def _function(code: CodeType) -> Function | None:
+    """Return the function of the product that has this code, or None."""
+    path = Path(code.co_filename)
+    if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in SHIPPED:
+        return None
+    return Function(str(path.relative_to(ROOT)), code.co_firstlineno, code.co_qualname)
 
 
 @dataclass(frozen=True)
@@ -110,6 +139,17 @@ class RequestPath:
 
     request: frozenset[Function]
     idle: frozenset[Function]
+    visits: frozenset[Visit]
+
+    @property
+    def visits_by_package(self) -> dict[str, int]:
+        """Return the visits to each package, without functions that the idle cluster enters."""
+        counts = Counter(
+            visit.callee.file.partition("/")[0]
+            for visit in self.visits
+            if visit.callee not in self.idle
+        )
+        return dict(sorted(counts.items()))
 
     @property
     def files(self) -> list[str]:
@@ -140,10 +180,10 @@ async def _compile(checkpoint: Path) -> None:
         await _ask(client)
 
 
-async def _traced(client: AsyncBatonClient, entered: EnteredFunctions) -> frozenset[Function]:
+async def _traced(client: AsyncBatonClient, entered: EnteredFunctions) -> Entered:
     with entered.collected() as request:
         await _ask(client)
-    return frozenset(request)
+    return request
 
 
 async def _trace(checkpoint: Path, entered: EnteredFunctions) -> RequestPath:
@@ -155,7 +195,11 @@ async def _trace(checkpoint: Path, entered: EnteredFunctions) -> RequestPath:
         await asyncio.sleep(SETTLE_S)
         with entered.collected() as after:
             await asyncio.sleep(IDLE_S)
-    return RequestPath(frozenset.intersection(*requests), frozenset(before | after))
+    return RequestPath(
+        frozenset(set.intersection(*(request.functions for request in requests))),
+        frozenset(before.functions | after.functions),
+        frozenset(set.intersection(*(request.visits for request in requests))),
+    )
 
 
 def trace() -> RequestPath:
@@ -181,6 +225,7 @@ def main() -> None:
                     "touched": len(path.touched),
                     "idle": len(path.idle_files),
                     "listed": path.files,
+                    "visits": path.visits_by_package,
                 }
             )
         )
@@ -191,6 +236,8 @@ def main() -> None:
         f"{len(path.files)} files run for one request; {len(path.touched)} with those where it enters only what an "
         f"idle cluster enters, too; {len(path.idle_files)} of an idle cluster"
     )
+    by_package = ", ".join(f"{name} {count}" for name, count in path.visits_by_package.items())
+    print(f"visits: {by_package}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many files one plain request runs through: a reader who follows it passes them all."""
+"""The way of a reader that follows one plain request through the product."""
 
 import json
 import subprocess
@@ -8,7 +8,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILES = 120
+# Visits measure the way: jumps to a function of another file, by package of that function. The
+# limits are some percent above the present counts. A change that simplifies the way lowers them.
+MAX_VISITS = {
+    "baton": 12,
+    "decode": 48,
+    "engine": 236,
+    "models": 24,
+    "pool": 112,
+    "prefill": 40,
+    "router": 158,
+    "runtime": 84,
+    "transfer": 140,
+}
+# Files alone measure it badly: merging two files against their sense lowers their number.
+MAX_FILES = 125
 # Files that every request certainly passes: the script would count few files, too, if it saw few
 # threads.
 CERTAIN = {
@@ -24,7 +38,7 @@ CERTAIN = {
 
 
 @pytest.mark.long
-def test_a_plain_request_passes_at_most_120_files() -> None:
+def test_a_plain_request_has_a_short_way() -> None:
     counted = subprocess.run(
         [sys.executable, "-m", "tools.request_path", "--json"],
         cwd=ROOT,
@@ -36,3 +50,9 @@ def test_a_plain_request_passes_at_most_120_files() -> None:
     path = json.loads(counted.stdout)
     assert set(path["listed"]) >= CERTAIN
     assert path["files"] <= MAX_FILES, "\n".join(path["listed"])
+    assert {
+        package: visits
+        for package, visits in path["visits"].items()
+        if visits > MAX_VISITS.get(package, 0)
+    } == {}
+    assert all(path["visits"][package] > limit / 2 for package, limit in MAX_VISITS.items())
