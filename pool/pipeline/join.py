@@ -24,7 +24,9 @@ EVENT_LIMIT = 65536  # reports of a follower
 class JoinStream:
     """The follower's side of a Join call. Belongs to the event loop's thread.
 
-    Use it as an async context manager: leaving the block ends the call.
+    Use it as an async context manager: leaving the block ends the call. Reports are queued from the
+    beginning of the block, because a command of the leader may be read before the task that wrote
+    the hello continues. `is_open` is True once the hello was written.
     """
 
     def __init__(self, call: JoinCall, hello: pb.StageHello) -> None:
@@ -32,6 +34,7 @@ class JoinStream:
         self._hello = hello
         self._outbox: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)
         self._is_overrun = False
+        self._is_closed = False
         self._writer: asyncio.Task[None] | None = None
         self.is_open = False
 
@@ -45,6 +48,7 @@ class JoinStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._is_closed = True
         self.is_open = False
         self._call.cancel()
         assert self._writer is not None
@@ -52,16 +56,16 @@ class JoinStream:
         await asyncio.gather(self._writer, return_exceptions=True)
 
     def send(self, request: pb.JoinRequest) -> None:
-        """Queue one report; do nothing while the stream is not open.
+        """Queue one report, to be sent after the hello; do nothing after the end of the block.
 
         A leader that leaves thousands unread counts as dead, so the stream ends.
         """
-        if self.is_open:
+        if not self._is_closed:
             self._put(request)
 
     def end(self) -> None:
         """Half-close after all queued reports; the leader then counts this stage as lost."""
-        if self.is_open:
+        if not self._is_closed:
             self._put(None)
 
     async def receive(self) -> pb.JoinResponse | None:
