@@ -145,6 +145,12 @@ class PromptCache(PrefixCache):
             else Found()
         )
 
+    def least_tokens(self, entry: PrefillEntry) -> int:
+        """Return the fewest prompt tokens left to compute, whatever gets cached meanwhile."""
+        if entry.pages is not None:
+            return entry.remaining
+        return 0 if self.is_coming(entry) else entry.remaining - self.found_of(entry).num_tokens
+
     def begin(self, entry: PrefillEntry, found: Found) -> None:
         """Note that a prompt has leased its cached pages and computes the rest."""
         if self.rule is None or not entry.blocks:

@@ -30,7 +30,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
-from pool.request.entry import Failed
+from pool.request.entry import EntryOwner
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.prompts import (
     FirstToken,
@@ -43,7 +43,6 @@ from prefill.prompts import (
 )
 from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import (
-    BatonError,
     CapacityError,
     DeadlineError,
     FieldViolation,
@@ -58,7 +57,7 @@ SHORT_RATIO = 4  # ... which has at least four times as many tokens left
 
 
 @dataclass
-class PrefillScheduler:
+class PrefillScheduler(EntryOwner[PrefillEntry]):
     """Scheduler of one data rank of a prefill pool. Implements `engine.loop.Scheduler`."""
 
     pages: PageAllocator
@@ -119,20 +118,6 @@ class PrefillScheduler:
         self._entries[key] = entry
         insort(self._queue, entry.turn)
         return key
-
-    def release(self, key: int) -> None:
-        """Release the request's memory once no batch in flight uses it. Idempotent."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        entry.released = True
-        if entry.in_flight == 0:
-            self._forget(entry)
-        else:
-            self._stop_running(entry)
-
-    def holds(self, key: int) -> bool:
-        return key in self._entries
 
     def load(self) -> SchedulerLoad:
         tokens = sum(entry.remaining for entry in (*self._queued, *self._running))
@@ -208,15 +193,6 @@ class PrefillScheduler:
                 )
                 entry.emit(FirstToken(token, prefill_s))
 
-    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
-        self.cache.clear()  # a replaced stage comes with empty memory
-        for entry in list(self._entries.values()):
-            entry.in_flight = 0
-            if entry.released:
-                self._forget(entry)
-            else:
-                self._fail(entry, error)
-
     @cached_property
     def cache(self) -> PromptCache:
         """Return the cache of computed prompts."""
@@ -268,7 +244,10 @@ class PrefillScheduler:
         for entry in (*self._running, *self._queued):
             if now_s + self._best_pace.least_s(entry.remaining) <= entry.deadline.at_s:
                 continue
-            if now_s + self._best_pace.least_s(self._least_tokens(entry)) > entry.deadline.at_s:
+            if (
+                now_s + self._best_pace.least_s(self.cache.least_tokens(entry))
+                > entry.deadline.at_s
+            ):
                 self._fail(
                     entry,
                     DeadlineError(
@@ -276,16 +255,6 @@ class PrefillScheduler:
                         f"{entry.deadline.remaining_s():.2g} s that its deadline leaves"
                     ),
                 )
-
-    def _least_tokens(self, entry: PrefillEntry) -> int:
-        """Return the fewest prompt tokens left to compute, whatever gets cached meanwhile."""
-        if entry.pages is not None:
-            return entry.remaining
-        return (
-            0
-            if self.cache.is_coming(entry)
-            else entry.remaining - self.cache.found_of(entry).num_tokens
-        )
 
     @property
     def _queued(self) -> Iterator[PrefillEntry]:
@@ -411,16 +380,7 @@ class PrefillScheduler:
             self._running.remove(entry)
         return taken
 
-    def _fail(self, entry: PrefillEntry, error: BatonError) -> None:
-        """Notify the owner of the failure, and schedule no more of the request.
-
-        The owner releases it.
-        """
-        entry.has_failed = True
-        self._stop_running(entry)
-        entry.emit(Failed(error))
-
-    def _stop_running(self, entry: PrefillEntry) -> None:
+    def _unschedule(self, entry: PrefillEntry) -> None:
         """Remove the entry from the queue or from the running ones.
 
         Its batches in flight complete by themselves.
@@ -432,7 +392,7 @@ class PrefillScheduler:
         self.cache.end(entry)
 
     def _forget(self, entry: PrefillEntry) -> None:
-        self._stop_running(entry)
+        self._unschedule(entry)
         self._num_held -= entry.pages is not None
         entry.free()
         del self._entries[entry.key]

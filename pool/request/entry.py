@@ -2,13 +2,15 @@
 rank.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from engine.core.batch import ForwardBatch
 from engine.core.request import Request
 from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease
 from pool.prefix.journal import PointJournal
@@ -185,6 +187,67 @@ class PrefixCache:
         ):
             gauge.inc(now - shown)
         self._shown_size = size
+
+
+EntryT = TypeVar("EntryT", bound=Entry[Any])
+
+
+class EntryOwner(ABC, Generic[EntryT]):
+    """The part of a scheduler that ends its requests, the same for both roles.
+
+    Belongs to the engine thread.
+    """
+
+    _entries: dict[int, EntryT]  # by key
+
+    @property
+    @abstractmethod
+    def cache(self) -> PrefixCache: ...
+
+    @abstractmethod
+    def _unschedule(self, entry: EntryT) -> None:
+        """Prepare no further step of an entry."""
+
+    def _release_in_flight(self, entry: EntryT) -> None:
+        """Prepare no further step of an entry that is forgotten when its steps are over."""
+        self._unschedule(entry)
+
+    @abstractmethod
+    def _forget(self, entry: EntryT) -> None:
+        """Release an entry's memory, which nothing writes any more, and drop it."""
+
+    def holds(self, key: int) -> bool:
+        return key in self._entries
+
+    def release(self, key: int) -> None:
+        """Release the request's memory once no batch in flight uses it. Idempotent."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.released = True
+        if entry.in_flight:
+            self._release_in_flight(entry)
+        else:
+            self._forget(entry)
+
+    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        self.cache.clear()  # a replaced stage comes with empty memory
+        for entry in list(self._entries.values()):
+            entry.in_flight = 0
+            if entry.released:
+                self._forget(entry)
+            else:
+                self._fail(entry, error)
+
+    def _fail(self, entry: EntryT, error: BatonError) -> None:
+        """Notify the owner of the failure, and schedule no more of the request.
+
+        The owner releases it once nothing writes its memory any more, since bytes may still be
+        landing.
+        """
+        entry.has_failed = True
+        self._unschedule(entry)
+        entry.emit(Failed(error))
 
 
 class RankScheduler(Protocol):
