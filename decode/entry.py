@@ -3,17 +3,21 @@
 Belongs to the engine thread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
+from engine.core.batch import ForwardMode
+from engine.core.draft_trees import AcceptedNodes
 from engine.core.request import FinishReason, SampledToken
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotAllocator, SlotLease
 from pool.request.entry import Entry, Failed
 from runtime.clock import Clock
 from runtime.digests import names_draft
+from runtime.errors import BatonError
 
+DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
 REST_SHARE = 0.1  # largest fraction by which prefilling in a step may lengthen it
 PACE_MEMORY = 0.9
 # seconds after which a slow rate is forgotten, so that prefilling is tried again
@@ -85,6 +89,42 @@ class DecodeEntry(Entry[DecodeEntryEvent]):
     def num_left(self) -> int:
         """Return the number of tokens that the request's `max_tokens` still allows."""
         return self.request.max_tokens - len(self.outputs)
+
+    def settle(self, mode: ForwardMode, context_len: int, accepted: tuple[int, ...]) -> None:
+        """Count the accepted nodes of a step from `context_len` on as computed."""
+        if mode is ForwardMode.VERIFY:
+            self.draft.accepted = AcceptedNodes(context_len, accepted)
+        if mode in DECODING:
+            self.advance(self.computed + len(accepted))
+
+    def take(
+        self, tokens: Sequence[SampledToken], max_context_tokens: int
+    ) -> tuple[list[SampledToken], BatonError | None]:
+        """Append the tokens of a step up to the one that ends the request; return these.
+
+        Later tokens are discarded, as if they had never been sampled. A token that could not be
+        sampled is the last one, and its error is returned, too.
+        """
+        taken: list[SampledToken] = []
+        for token in tokens:
+            if token.error is not None:
+                return taken, token.error
+            self.outputs.append(token.token_id)
+            taken.append(token)
+            if self.request.finish_reason(self.outputs, max_context_tokens) is not None:
+                break
+        return taken, None
+
+    def finished(self, max_context_tokens: int, now_s: float) -> Finished | None:
+        """Return the last event if its last token is there, or None."""
+        reason = self.request.finish_reason(self.outputs, max_context_tokens)
+        if reason is None:
+            return None
+        first_s = now_s if self.first_step_s is None else self.first_step_s
+        stop = self.outputs[-1] if reason is FinishReason.STOP else None
+        return Finished(
+            reason, stop, first_s - self.joined_s, now_s - first_s, self.num_preemptions
+        )
 
     def ends_with_due(self, max_context_tokens: int) -> bool:
         """Return whether a token in flight is its last one, whatever that token is."""

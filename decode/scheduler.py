@@ -21,36 +21,34 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count, islice
 
-from decode.ahead import lease_ahead
-from decode.entry import DecodeEmitter, DecodeEntry, DecodeLimits, Finished, Generated, RestLimit
+from decode.entry import DECODING, DecodeEmitter, DecodeEntry, DecodeLimits, Generated, RestLimit
 from decode.request_memory import RequestMemory, Reservation
 from decode.speculation import (
     MAX_DRAFT_TOKENS,
     DraftLength,
-    DraftState,
     VerifiedListener,
     VerifiedStep,
 )
 from decode.step_builder import StepBuilder
+from decode.turns import DecodeTurns
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import AcceptedNodes, Verified
-from engine.core.request import FinishReason, Request, SampledToken
+from engine.core.draft_trees import Verified
+from engine.core.request import Request, SampledToken
 from engine.memory.integrity import check_integrity
-from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
-from pool.request.entry import Failed, PrefixCache
+from pool.request.entry import EntryOwner, PrefixCache
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import NO_DEADLINE, Clock, Deadline
-from runtime.errors import BatonError, CapacityError, DeadlineError
+from runtime.errors import CapacityError, DeadlineError
 
 MAX_ENDED_KEYS = 1024  # per batch
-_DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
 
 @dataclass
-class DecodeScheduler:
+class DecodeScheduler(EntryOwner[DecodeEntry]):
     """Scheduler of one data rank of a decode pool. Implements `engine.loop.Scheduler`."""
 
     pages: PageAllocator
@@ -68,9 +66,6 @@ class DecodeScheduler:
     journal: PointJournal = field(default_factory=PointJournal)  # also shared
     on_preempted: Callable[[], None] = lambda: None
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
-    _waiting: list[DecodeEntry] = field(default_factory=list)
-    # Keys of running requests, least recently launched first.
-    _turns: dict[int, None] = field(default_factory=dict)
     # Keys whose output state the last stage still has to drop.
     _ended: dict[int, None] = field(default_factory=dict)
     _since_s: float = 0.0  # time of the last result, or of the first launch after a pause
@@ -176,24 +171,10 @@ class DecodeScheduler:
         self._run(entry)
         return entry.key
 
-    def release(self, key: int) -> None:
-        """Release the request's memory once no step in flight writes it. Idempotent."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        entry.released = True
-        if entry.in_flight:
-            self._turns.pop(key, None)  # no further step is prepared for it
-        else:
-            self._forget(entry)
-
-    def holds(self, key: int) -> bool:
-        return key in self._entries
-
     def load(self) -> SchedulerLoad:
         return SchedulerLoad(
-            len(self._waiting),
-            len(self._entries) - len(self._waiting),
+            len(self._turns.waiting),
+            len(self._entries) - len(self._turns.waiting),
             self.pages.num_available,
             self.slots.num_available,
             local_rest_tokens=self._longest_rest,
@@ -207,7 +188,7 @@ class DecodeScheduler:
             if not entry.running and entry.pages is not None
         ]
         running = sum(entry.running for entry in self._entries.values())
-        waiting = [entry.preempted_s for entry in self._waiting]
+        waiting = [entry.preempted_s for entry in self._turns.waiting]
         return PoolOccupancy(
             {"landing": len(landing), "running": running},
             sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
@@ -220,33 +201,18 @@ class DecodeScheduler:
             self._since_s = self.clock.now()
         elif self.limits.steps_ahead:
             return self._next_ahead()
-        self._readmit()
-        ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
+        self._turns.readmit()
+        ready = self._turns.ready()
         for entry in ready:
             entry.lease_scratch(self.scratch)
-        reading = [entry for entry in ready if entry.computed < self._steps.readable(entry)]
-        beginning = [
-            entry
-            for entry in ready
-            if entry.draft.has_prompt_state and entry.num_left > 1 and self._num_draft_tokens(entry)
-        ]
-        if reading:
-            batch = self._reading_batch(reading, ready)
-        elif beginning:
-            batch = self._steps.begin(beginning)
-        else:
-            stepping = self._stepping(ready)
-            batch = self._steps.decode(stepping) if stepping else None
+        batch = self._steps.next(ready, self._turns.stepping)
         return None if batch is None else self._launched(batch)
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
         if result.error is None:  # a failed batch may not have reached the last stage
             for key in batch.ended_keys:
                 self._ended.pop(key, None)
-        if self.limits.speculates and batch.mode in _DECODING and result.error is None:
-            self._note_verified(batch, result)
-        self._note_pace(batch)
-        self._since_s = self.clock.now()
+        self._measure(batch, result)
         generated = iter(result.tokens)
         verified = iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
@@ -267,51 +233,31 @@ class DecodeScheduler:
             elif result.error is not None:
                 self._fail(entry, result.error)
             else:
-                self._advance(entry, batch.mode, batch.context_lens[row], outcome, tokens)
+                entry.draft.tree = outcome.draft
+                if tokens:
+                    if self.limits.speculates:
+                        entry.settle(batch.mode, batch.context_lens[row], outcome.accepted)
+                    self._append(entry, tokens)
 
-    def _advance(
-        self,
-        entry: DecodeEntry,
-        mode: ForwardMode,
-        context_len: int,
-        outcome: Verified,
-        tokens: list[SampledToken],
-    ) -> None:
-        entry.draft.tree = outcome.draft
-        if mode is ForwardMode.VERIFY and tokens:
-            entry.draft.accepted = AcceptedNodes(context_len, outcome.accepted)
-        if self.limits.speculates and mode in _DECODING and tokens:
-            entry.advance(entry.computed + len(outcome.accepted))
-        if tokens:
-            self._append(entry, tokens)
+    def _may_draft(self, key: int) -> bool:
+        """Return whether the request's steps may verify drafts."""
+        entry = self._entries[key]
+        return entry.request.speculates and entry.scratch is not None
 
-    def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
-        sampled = [
-            (self._entries[key], length)
-            for key, length, sampling in zip(
-                batch.request_keys, batch.query_lens, batch.sampling, strict=True
+    def _measure(self, batch: ForwardBatch, result: StepResult) -> None:
+        """Record how long the batch took, and what it verified."""
+        if self.limits.speculates and batch.mode in DECODING and result.error is None:
+            self.on_verified(
+                VerifiedStep.of(batch, result, self._may_draft, self.clock.now() - self._since_s),
+                len(self._turns),
             )
-            if sampling is not None
-        ]
-        accepted = tuple(
-            len(row.accepted) - 1
-            for (entry, _), row in zip(sampled, result.verified, strict=True)
-            if entry.request.speculates and entry.scratch is not None
-        )
-        self.on_verified(
-            VerifiedStep(
-                sum(length - 1 for _, length in sampled),
-                accepted,
-                self.clock.now() - self._since_s,
-                len(sampled) - len(accepted),
-            ),
-            len(self._turns),
-        )
+        self._note_pace(batch)
+        self._since_s = self.clock.now()
 
     def _note_pace(self, batch: ForwardBatch) -> None:
         """Record the duration of steps, and of prefill tokens while there are streams."""
         seconds = self.clock.now() - self._since_s
-        if batch.mode in _DECODING:
+        if batch.mode in DECODING:
             self._rests.stepped(seconds)
         elif batch.mode is ForwardMode.PREFILL:
             num_streams = sum(
@@ -320,15 +266,6 @@ class DecodeScheduler:
             )
             if num_streams or len(self._turns) > batch.num_rows:
                 self._rests.read(batch.num_tokens - num_streams, seconds, is_step=num_streams > 0)
-
-    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
-        self.cache.clear()  # a replaced stage comes with empty memory
-        for entry in list(self._entries.values()):
-            entry.in_flight = 0
-            if entry.released:
-                self._forget(entry)
-            else:
-                self._fail(entry, error)
 
     def on_idle(self) -> None:
         check_integrity(
@@ -357,6 +294,10 @@ class DecodeScheduler:
         return RequestMemory(self.limits, self.pages, self.slots, self.cache, self.data_rank)
 
     @cached_property
+    def _turns(self) -> DecodeTurns:
+        return DecodeTurns(self.limits, self._memory, self.clock, lambda: self.on_preempted())
+
+    @cached_property
     def _steps(self) -> StepBuilder:
         return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
 
@@ -375,9 +316,10 @@ class DecodeScheduler:
             CapacityError: preempted requests wait, or too many requests hold memory.
         """
         self._memory.check_fits(entry.request)
-        if self._waiting:
+        if self._turns.waiting:
             raise CapacityError(
-                f"{len(self._waiting)} preempted requests wait for pages first", resource="pages"
+                f"{len(self._turns.waiting)} preempted requests wait for pages first",
+                resource="pages",
             )
         limit = self.limits.max_held or self.limits.max_running
         if len(self._entries) >= limit:
@@ -390,111 +332,19 @@ class DecodeScheduler:
         self._entries[entry.key] = entry
 
     def _run(self, entry: DecodeEntry) -> None:
-        entry.running = True
         entry.joined_s = self.clock.now()
-        self._turns[entry.key] = None
-
-    def _readmit(self) -> None:
-        """Resume preempted requests while memory lasts, most urgent and oldest first."""
-        self._waiting.sort(key=lambda entry: (entry.request.priority, entry.key))
-        while self._waiting:
-            entry = self._waiting[0]
-            try:
-                self._memory.lease_to_read(entry)
-            except CapacityError:
-                return
-            self._waiting.pop(0)
-            entry.running = True
-            self._turns[entry.key] = None
+        self._turns.add(entry)
 
     def _drop_late(self) -> None:
         """Fail requests past their deadline, before the owner's cancellation arrives."""
         now_s = self.clock.now()  # once for all rows, of the clock that deadlines are by
-        ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
-        for entry in [*ready, *self._waiting]:
+        for entry in [*self._turns.ready(), *self._turns.waiting]:
             if now_s > entry.deadline.at_s:
                 self._fail(entry, DeadlineError("the request's deadline has passed"))
 
-    def _grow(self, entry: DecodeEntry) -> bool:
-        """Make sure that the entry's next token has a page; return whether it has one.
-
-        Preempts the least urgent, youngest request if no page is free.
-        """
-        while entry.pages is not None:
-            missing = (
-                pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
-            )
-            if missing <= 0:
-                return True
-            try:
-                entry.pages.extend(missing)
-            except CapacityError:
-                victims = [
-                    other for key in self._turns if not (other := self._entries[key]).in_flight
-                ]
-                self._preempt(max(victims, key=lambda other: (other.request.priority, other.key)))
-        return False
-
-    def _preempt(self, entry: DecodeEntry) -> None:
-        self._memory.keep_generated(entry)
-        entry.free()
-        entry.draft = DraftState()
-        entry.running = False
-        entry.num_preemptions += 1
-        entry.preempted_s = self.clock.now()
-        del self._turns[entry.key]
-        self._waiting.append(entry)
-        self.on_preempted()
-
-    def _reading_batch(
-        self, reading: list[DecodeEntry], ready: list[DecodeEntry]
-    ) -> ForwardBatch | None:
-        """Build a batch that prefills, with the steps of streams if both fit into one batch.
-
-        Growing the streams may preempt entries of `reading`.
-        """
-        streams = [entry for entry in ready if entry.computed >= self._steps.readable(entry)]
-        beside = self._stepping(streams) if self.limits.reads_beside else []
-        reading = [entry for entry in reading if entry.running]
-        if reading:
-            return self._steps.read(reading, beside)
-        return self._steps.decode(beside) if beside else None
-
-    def _stepping(self, ready: list[DecodeEntry]) -> list[DecodeEntry]:
-        """Return the requests that take the next step, after making sure that each has a page.
-
-        They are a share of the rows, so that every stage gets a batch. Growing may preempt others
-        of `ready`. Requests without a scratch record take plain steps in separate batches: in a
-        batch with a tree, their own state would have to be kept as well.
-        """
-        share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
-        chosen: list[DecodeEntry] = []
-        for entry in ready:
-            if len(chosen) == share:
-                break
-            if chosen and (entry.scratch is None) is not (chosen[0].scratch is None):
-                continue
-            if entry.running and self._grow(entry):
-                entry.in_flight = 1  # now its pages cannot be taken by a preemption
-                entry.first_step_s = (
-                    self.clock.now() if entry.first_step_s is None else entry.first_step_s
-                )
-                chosen.append(entry)
-        return chosen
-
     def _next_ahead(self) -> ForwardBatch | None:
-        """Return the step after the one in flight, or None if it must wait for that one's result.
-
-        A request past its deadline takes no step. It fails when that result arrives.
-        """
-        now_s = self.clock.now()  # once for all rows, of the clock that deadlines are by
-        punctual = [
-            entry for key in self._turns if (entry := self._entries[key]).deadline.at_s >= now_s
-        ]
-        stepping = [] if self._waiting else lease_ahead(punctual, self.limits, self.pages)
-        for entry in stepping:
-            entry.in_flight += 1
-            entry.first_step_s = now_s if entry.first_step_s is None else entry.first_step_s
+        """Return the step after the one in flight, or None if it must wait for that one's result."""
+        stepping = self._turns.stepping_ahead(self.pages)
         return self._turned(self._steps.decode(stepping)) if stepping else None
 
     def _launched(self, batch: ForwardBatch) -> ForwardBatch:
@@ -506,30 +356,14 @@ class DecodeScheduler:
     def _turned(self, batch: ForwardBatch) -> ForwardBatch:
         """Move the batch's requests to the end of the turn order."""
         batch.ended_keys = tuple(islice(self._ended, MAX_ENDED_KEYS))
-        for key in batch.request_keys:
-            del self._turns[key]
-            self._turns[key] = None
+        self._turns.move_to_end(batch.request_keys)
         return batch
 
     def _append(self, entry: DecodeEntry, tokens: list[SampledToken]) -> None:
-        """Publish the tokens of a step up to the one that ends the request.
-
-        Later tokens are discarded, as if they had never been sampled.
-        """
-        generated: list[SampledToken] = []
-        problem: BatonError | None = None
-        for token in tokens:
-            if (problem := token.error) is not None:
-                break
-            entry.outputs.append(token.token_id)
-            generated.append(token)
-            if (
-                entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
-                is not None
-            ):
-                break
-        if generated:
-            entry.emit(Generated(tuple(generated)))
+        """Publish the tokens of a step up to the one that ends the request."""
+        taken, problem = entry.take(tokens, self.limits.max_context_tokens)
+        if taken:
+            entry.emit(Generated(tuple(taken)))
         if problem is not None:
             self._fail(entry, problem)
         else:
@@ -542,36 +376,21 @@ class DecodeScheduler:
         step ahead in flight, the result of that step releases it. `_fail` leaves the release to the
         owner.
         """
-        reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
-        if reason is None:
+        finished = entry.finished(self.limits.max_context_tokens, self.clock.now())
+        if finished is None:
             return
-        now = self.clock.now()
-        first = now if entry.first_step_s is None else entry.first_step_s
-        stop = entry.outputs[-1] if reason is FinishReason.STOP else None
         self._memory.keep_generated(entry)
         self.release(entry.key)
-        entry.emit(
-            Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions)
-        )
+        entry.emit(finished)
 
-    def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
-        """Notify the owner of the failure, and schedule no more of the request.
+    def _unschedule(self, entry: DecodeEntry) -> None:
+        self._turns.remove(entry)
 
-        The owner releases it once nothing writes its memory any more, since bytes may still be
-        landing. A request that finishes is dropped at once; see `_finish_if_done`.
-        """
-        entry.has_failed = True
-        self._stop_running(entry)
-        entry.emit(Failed(error))
-
-    def _stop_running(self, entry: DecodeEntry) -> None:
-        entry.running = False
-        self._turns.pop(entry.key, None)
-        if entry in self._waiting:
-            self._waiting.remove(entry)
+    def _release_in_flight(self, entry: DecodeEntry) -> None:
+        self._turns.skip(entry)
 
     def _forget(self, entry: DecodeEntry) -> None:
-        self._stop_running(entry)
+        self._unschedule(entry)
         entry.free()
         if entry.num_kept is not None:
             self._ended[entry.key] = None

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
+from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
 from engine.memory.layout import NULL_INDEX
+from engine.pipeline.results import StepResult
 
 # Maps the number of running requests to the largest number of nodes of their next trees. None: the
 # draft model does not follow the sampled tokens.
@@ -25,6 +28,34 @@ class VerifiedStep:
     accepted: tuple[int, ...]
     seconds: float
     num_declined: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        batch: ForwardBatch,
+        result: StepResult,
+        may_draft: Callable[[int], bool],
+        seconds: float,
+    ) -> Self:
+        """Return the step of a batch; `may_draft` is called with the keys of its sampling rows."""
+        sampled = [
+            (key, length)
+            for key, length, sampling in zip(
+                batch.request_keys, batch.query_lens, batch.sampling, strict=True
+            )
+            if sampling is not None
+        ]
+        accepted = tuple(
+            len(row.accepted) - 1
+            for (key, _), row in zip(sampled, result.verified, strict=True)
+            if may_draft(key)
+        )
+        return cls(
+            sum(length - 1 for _, length in sampled),
+            accepted,
+            seconds,
+            len(sampled) - len(accepted),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """The batches of a decode pool. A row has one token, a tree to verify, or replayed tokens.
 
-Building a row counts its tokens as computed. The scheduler decides which requests take part.
+Building a row counts its tokens as computed. `DecodeTurns` chooses the requests that take a step.
 Belongs to the engine thread.
 """
 
@@ -12,6 +12,9 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import NOT_SAMPLED, Row, build_batch, chunk_end, sampling_row
 from engine.memory.leases import PageAllocator, pages_for_tokens
+
+# Returns those of the entries that take the next step, each with a page for its token.
+Stepping = Callable[[Sequence[DecodeEntry]], list[DecodeEntry]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,41 @@ class StepBuilder:
     limits: DecodeLimits
     pages: PageAllocator
     draft_tokens: Callable[[DecodeEntry], int | None]
+
+    def next(self, ready: Sequence[DecodeEntry], stepping: Stepping) -> ForwardBatch | None:
+        """Build a batch of the entries that are `ready`, or return None if none takes a step.
+
+        Known tokens go first, then the first trees of drafts that came with prompts, then steps.
+        """
+        reading = [entry for entry in ready if entry.computed < self.readable(entry)]
+        if reading:
+            return self._reading_batch(reading, ready, stepping)
+        beginning = [
+            entry
+            for entry in ready
+            if entry.draft.has_prompt_state and entry.num_left > 1 and self.draft_tokens(entry)
+        ]
+        if beginning:
+            return self.begin(beginning)
+        chosen = stepping(ready)
+        return self.decode(chosen) if chosen else None
+
+    def _reading_batch(
+        self,
+        reading: Sequence[DecodeEntry],
+        ready: Sequence[DecodeEntry],
+        stepping: Stepping,
+    ) -> ForwardBatch | None:
+        """Build a batch that prefills, with the steps of streams if both fit into one batch.
+
+        Growing the streams may preempt entries of `reading`.
+        """
+        streams = [entry for entry in ready if entry.computed >= self.readable(entry)]
+        beside = stepping(streams) if self.limits.reads_beside else []
+        reading = [entry for entry in reading if entry.running]
+        if reading:
+            return self.read(reading, beside)
+        return self.decode(beside) if beside else None
 
     def decode(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """Build one step of entries whose prompts are computed and whose next token has a page."""
