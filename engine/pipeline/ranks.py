@@ -18,7 +18,6 @@ A rank that cannot run a batch sends the others a fault in place of its next par
 fails on all of them, and its remaining parts are dropped during the next batch.
 """
 
-import math
 import threading
 import time
 from collections import Counter
@@ -34,6 +33,7 @@ from engine.core.time_limits import StepLimit
 from engine.pipeline import records
 from engine.pipeline.channel import PacketKind, PartChannel, PartPiece, StageChannel
 from engine.pipeline.frame_parts import FrameParts
+from engine.pipeline.member_ranks import Incoming, MemberRanks, Outgoing, bytes_of
 from engine.pipeline.step_plan import RankBatches, rows_per_rank
 from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
 
@@ -44,10 +44,6 @@ _WITHIN_DATA_RANK = 1 << 31
 _LOOK_S = 1.0
 # The share of a step's time limit: a wait for another rank ends before this rank counts as hung.
 _SHARE_OF_STEP = 0.75
-
-
-_Outgoing = tuple[Sequence[int], memoryview]  # ranks of the pool, and the bytes for them
-_Incoming = tuple[int, memoryview]  # a rank of the pool, and the place for its bytes
 
 
 class StageRanks:
@@ -71,7 +67,15 @@ class StageRanks:
         self._stage = stage
         self._first = stage * own.size  # number in the pool
         self._others = [self._first + rank for rank in range(own.size) if rank != own.rank]
-        self.attention: Ranks = self if own.data_size == 1 else _AttentionRanks(self)
+        self._all = self._among(range(own.size), own)
+        size = own.attention.size
+        within = range(own.data_rank * size, (own.data_rank + 1) * size)
+        # Other data ranks may not have such an exchange.
+        self.attention: Ranks = (
+            self
+            if own.data_size == 1
+            else self._among(within, own.attention, first_number=_WITHIN_DATA_RANK)
+        )
         self._limit = StepLimit(step_limit_s)
         self._channel: StageChannel | None = None
         self._parts: PartChannel | None = None
@@ -150,87 +154,27 @@ class StageRanks:
 
     def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Implement `Ranks.gather`."""
-        return self.gather_among(range(self.own.size), part, counts)
+        return self._all.gather(part, counts)
 
     def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
         """Implement `Ranks.swap`."""
-        return self.swap_among(range(self.own.size), parts, counts)
+        return self._all.swap(parts, counts)
 
     def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
         """Implement `Ranks.swap_shares`."""
-        return self.swap_shares_among(range(self.own.size), shares)
+        return self._all.swap_shares(shares)
 
     def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
         """Implement `Ranks.complete`."""
-        self.complete_among(range(self.own.size), rows, counts)
-
-    def gather_among(
-        self,
-        members: range,
-        part: Tensor,
-        counts: Sequence[int] | None = None,
-        *,
-        first_number: int = 0,
-    ) -> Tensor:
-        """Gather among `members`, ranks of the stage; see `_exchange`."""
-        others = [self._first + rank for rank in members if rank != self.own.rank]
-        return self._exchange([(others, part)], part, members, counts, first_number=first_number)
-
-    def swap_among(
-        self,
-        members: range,
-        parts: Sequence[Tensor],
-        counts: Sequence[int] | None = None,
-        *,
-        first_number: int = 0,
-    ) -> Tensor:
-        """Swap among `members`, ranks of the stage; see `_exchange`."""
-        sent = [
-            ([self._first + rank], part)
-            for rank, part in zip(members, parts, strict=True)
-            if rank != self.own.rank
-        ]
-        return self._exchange(
-            sent, parts[members.index(self.own.rank)], members, counts, first_number=first_number
-        )
-
-    def swap_shares_among(
-        self, members: range, shares: Sequence[Tensor], *, first_number: int = 0
-    ) -> list[Tensor]:
-        """Swap shares among `members`, ranks of the stage; see `_exchange`."""
-        number = self._begin(first_number)
-        own = shares[members.index(self.own.rank)]
-        parts = [own if rank == self.own.rank else torch.empty_like(own) for rank in members]
-        outgoing = list[_Outgoing]()
-        coming = list[_Incoming]()
-        for rank, share, part in zip(members, shares, parts, strict=True):
-            if rank != self.own.rank:
-                outgoing.append(([self._first + rank], _bytes_of(share)))
-                coming.append((self._first + rank, _bytes_of(part)))
-        self._move(outgoing, coming, number)
-        return parts
-
-    def complete_among(
-        self, members: range, rows: Tensor, counts: Sequence[int], *, first_number: int = 0
-    ) -> None:
-        """Complete rows among `members`, ranks of the stage; see `_exchange`."""
-        number = self._begin(first_number)
-        shares = torch.split(rows, list(counts))
-        others = list[int]()
-        coming = list[_Incoming]()
-        for rank, share in zip(members, shares, strict=True):
-            if rank != self.own.rank:
-                others.append(self._first + rank)
-                coming.append((self._first + rank, _bytes_of(share)))
-        self._move([(others, _bytes_of(shares[members.index(self.own.rank)]))], coming, number)
+        self._all.complete(rows, counts)
 
     def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
         """Implement `RanksOfStage.collect`."""
-        number = self._begin(0)
+        number = self.begin_exchange(0)
         size = self.own.attention.size
         shares = torch.split(part, list(counts))
         outgoing = [
-            ([self._first + place * size], _bytes_of(share))
+            ([self._first + place * size], bytes_of(share))
             for place, share in enumerate(shares)
             if place * size != self.own.rank
         ]
@@ -245,11 +189,11 @@ class StageRanks:
             else []
         )
         coming = [
-            (self._first + rank, _bytes_of(found))
+            (self._first + rank, bytes_of(found))
             for rank, found in enumerate(parts)
             if rank != self.own.rank
         ]
-        self._move(outgoing, coming, number)
+        self.move(outgoing, coming, number)
         return torch.cat(parts, dim=1) if is_first else None
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -274,6 +218,16 @@ class StageRanks:
         """Implement `RanksOfStage.own_rows`."""
         return torch.split(rows, list(counts))[self.own.data_rank]
 
+    def _among(self, members: range, own: TensorRank, *, first_number: int = 0) -> MemberRanks:
+        return MemberRanks(
+            self,
+            members,
+            own,
+            rank=self.own.rank,
+            first=self._first,
+            first_number=first_number,
+        )
+
     def _check_counts(self, counts: Sequence[int], num_own: int) -> None:
         if len(counts) != self.own.data_size or counts[self.own.data_rank] != num_own:
             raise InternalError(
@@ -281,39 +235,7 @@ class StageRanks:
                 f"planned for {list(counts)}"
             )
 
-    def _exchange(
-        self,
-        sent: Sequence[tuple[Sequence[int], Tensor]],
-        own: Tensor,
-        members: range,
-        counts: Sequence[int] | None = None,
-        *,
-        first_number: int = 0,
-    ) -> Tensor:
-        """Run the next exchange, and return the members' parts for this rank, concatenated.
-
-        `sent` lists parts with the ranks of the pool that get them. The result has `own` for this
-        rank, and from each other member as many rows as `own` has, or `counts`. Exchanges are
-        counted separately per `first_number`.
-        """
-        number = self._begin(first_number)
-        counts = [len(own)] * len(members) if counts is None else counts
-        result = own.new_empty(sum(counts), *own.shape[1:])
-        memory = _bytes_of(result)
-        row_bytes = own.itemsize * math.prod(own.shape[1:])
-        end = 0
-        coming = list[_Incoming]()
-        for rank, count in zip(members, counts, strict=True):
-            start = end
-            end = end + count * row_bytes
-            if rank == self.own.rank:
-                memory[start:end] = _bytes_of(own)
-            else:
-                coming.append((self._first + rank, memory[start:end]))
-        self._move([(ranks, _bytes_of(part)) for ranks, part in sent], coming, number)
-        return result
-
-    def _begin(self, first_number: int) -> int:
+    def begin_exchange(self, first_number: int) -> int:
         """Open the next exchange of those counted from `first_number`, and return its number."""
         if self._parts is None:
             raise InternalError(
@@ -324,9 +246,7 @@ class StageRanks:
         self._open.add(number)
         return number
 
-    def _move(
-        self, outgoing: Sequence[_Outgoing], coming: Sequence[_Incoming], number: int
-    ) -> None:
+    def move(self, outgoing: Sequence[Outgoing], coming: Sequence[Incoming], number: int) -> None:
         """Send bytes to ranks and receive those of others into their places, piece by piece."""
         assert self._parts is not None, "checked before"
         at_once = self._parts.max_bytes
@@ -410,39 +330,3 @@ class StageRanks:
     @property
     def _where(self) -> str:
         return f"part {self._number % _WITHIN_DATA_RANK} of batch {self._sequence}"
-
-
-class _AttentionRanks:
-    """`Ranks` for layers that only the ranks of one data rank divide.
-
-    Other data ranks may not have such an exchange.
-    """
-
-    def __init__(self, stage: StageRanks) -> None:
-        self._stage = stage
-        size = self.own.size
-        self._members = range(stage.own.data_rank * size, (stage.own.data_rank + 1) * size)
-
-    @property
-    def own(self) -> TensorRank:
-        return self._stage.own.attention
-
-    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """Implement `Ranks.gather`."""
-        return self._stage.gather_among(self._members, part, counts, first_number=_WITHIN_DATA_RANK)
-
-    def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
-        """Implement `Ranks.swap`."""
-        return self._stage.swap_among(self._members, parts, counts, first_number=_WITHIN_DATA_RANK)
-
-    def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """Implement `Ranks.swap_shares`."""
-        return self._stage.swap_shares_among(self._members, shares, first_number=_WITHIN_DATA_RANK)
-
-    def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """Implement `Ranks.complete`."""
-        self._stage.complete_among(self._members, rows, counts, first_number=_WITHIN_DATA_RANK)
-
-
-def _bytes_of(part: Tensor) -> memoryview:
-    return part.contiguous().view(torch.uint8).numpy().reshape(-1).data

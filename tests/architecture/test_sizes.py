@@ -20,7 +20,6 @@ TABLES = {
 LONG_FILES: Mapping[str, int] = {
     "engine/kernels/host/attention/small_batch.py": 402,
     "engine/kernels/host/codegen/compiled.py": 436,
-    "engine/pipeline/ranks.py": 448,
     "router/request/admission.py": 478,
     "router/request/answer.py": 415,
     "router/request/flow.py": 492,
