@@ -1,4 +1,4 @@
-"""Spin-then-sleep waiting of a stage, with an adaptive spin time."""
+"""Spin-then-sleep waiting of a stage, with an adaptive spin time, and naps if UCX is restless."""
 
 import time
 from collections import deque
@@ -15,6 +15,10 @@ PREEMPTED_S = 30e-6  # a larger gap between two checks means that another thread
 OTHERS_SHARE = 0.1
 OTHERS_S = 1e-3
 SHARED_FOR_S = 0.1  # time without spinning once a core is shared: a sleeper is woken sooner
+
+# Number of successive rounds in which UCX reports work but has none.
+RESTLESS_ROUNDS = 16
+RESTLESS_NAP_S = 2e-3
 
 
 class SpinThenSleep:
@@ -79,3 +83,30 @@ class SpinThenSleep:
     def timed_out(self) -> None:
         """Forget recent waits: nothing arrived in time, so the stages are idle."""
         self._waits_s.clear()
+
+
+class RestlessRounds:
+    """The rounds of one wait in which UCX reports work but has none.
+
+    Over TCP an unresponsive peer's connection keeps UCX's descriptor readable all the time.
+    """
+
+    def __init__(self) -> None:
+        self._num_rounds = 0
+
+    @property
+    def is_nap_due(self) -> bool:
+        return self._num_rounds >= RESTLESS_ROUNDS
+
+    def add(self) -> None:
+        self._num_rounds += 1
+
+    def clear(self) -> None:
+        """Begin to count again, because UCX had work."""
+        self._num_rounds = 0
+
+    def nap(self, longest_s: float) -> None:
+        """Sleep without listening to UCX."""
+        time.sleep(min(RESTLESS_NAP_S, longest_s))
+        # Allow one more round only: sixteen rounds take as long as the nap.
+        self._num_rounds = RESTLESS_ROUNDS - 1

@@ -35,14 +35,11 @@ from transfer.ucx.settings import (
     close_endpoint,
     create_worker,
 )
-from transfer.ucx.spin import SpinThenSleep
+from transfer.ucx.spin import RestlessRounds, SpinThenSleep
 
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
 RECEIVE_WAIT_S = 0.1  # interval between checks of the peers' health
-# Number of successive rounds in which UCX reports work but has none.
-RESTLESS_ROUNDS = 16
-RESTLESS_NAP_S = 2e-3
 MAX_QUEUED_FRAMES = 1024
 PENDING_BYTES = 64 << 20  # limit of pending frames, or two of the largest
 _INTEGRITY = {
@@ -229,7 +226,7 @@ class UcxStageChannel:
     def _wait(self, rank: int, deadline_s: float) -> bool:
         """Wait for a frame from `rank`; return False at the deadline or after `wake`."""
         self._spinner.begin()
-        num_restless = 0
+        restless = RestlessRounds()
         while True:
             self._check(rank)
             if self._wakeup.is_set:
@@ -244,18 +241,14 @@ class UcxStageChannel:
                 os.sched_yield()
             elif self._pending.any:
                 self._wakeup.sleep(min(SEND_WAIT_S, remaining_s))
-            elif num_restless >= RESTLESS_ROUNDS:
-                # Over TCP an unresponsive peer's connection keeps UCX's descriptor readable all the
-                # time.
-                time.sleep(min(RESTLESS_NAP_S, remaining_s))
-                # Allow one more round only: sixteen rounds take as long as the nap.
-                num_restless = RESTLESS_ROUNDS - 1
+            elif restless.is_nap_due:
+                restless.nap(remaining_s)
             else:
-                num_restless += 1
+                restless.add()
                 if self._worker.arm():
                     self._wakeup.sleep(min(RECEIVE_WAIT_S, remaining_s))
             if self._dispatch():
-                num_restless = 0
+                restless.clear()
             if self._inboxes.get(rank):
                 self._spinner.succeeded()
                 return True
