@@ -24,8 +24,8 @@ WITHOUT_TORCH = ("architecture", "baton", "router", "runtime")
 
 
 def has_gpu() -> bool:
-    """As `torch.cuda.is_available` says, without loading torch: a build for CUDA, and a device that
-    is not hidden."""
+    """Return `torch.cuda.is_available()` without loading torch: a build for CUDA and a visible
+    device."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
@@ -58,7 +58,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def _the_same_numbers() -> None:
-    """Whichever tests ran before on this worker."""
+    """Seed random numbers, independent of earlier tests on this worker."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -68,8 +68,7 @@ def _the_same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends are in this process: one that is held up for seconds must not find that the other
-    was silent."""
+    """Lengthen connection timeouts: both ends share this process, which may stall for seconds."""
     for options in (ServerOptions, ChannelOptions):
         monkeypatch.setattr(options, "as_grpc", _patient(options.as_grpc))
 

@@ -13,7 +13,7 @@ PACKAGES = (*PRODUCT, "tests")
 
 
 def module_name(path: Path) -> str:
-    """`engine/memory/leases.py` is `engine.memory.leases`, `engine/__init__.py` is `engine`."""
+    """Return the dotted name of a path: `engine/memory/leases.py` is `engine.memory.leases`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -24,7 +24,8 @@ def is_generated(name: str) -> bool:
 
 @cache
 def _paths() -> Mapping[str, Path]:
-    """Every module of the repository, read from disk once, so that all rules see the same files."""
+    """Return every module of the repository, read from disk once so that all rules see the same
+    files."""
     return {
         module_name(path): path
         for package in PACKAGES
@@ -44,20 +45,21 @@ def _tree(name: str) -> ast.Module:
 
 
 def modules(*packages: str) -> Mapping[str, ast.Module]:
-    """Every hand-written module of these packages by dotted name, parsed."""
+    """Parse every hand-written module of these packages, by dotted name."""
     return {name: _tree(name) for name in sorted(names(*packages)) if not is_generated(name)}
 
 
 def names(*packages: str) -> frozenset[str]:
-    """Dotted names of all modules of these packages, generated ones included."""
+    """Return the dotted names of all modules of these packages, generated ones included."""
     return frozenset(name for name in _paths() if name.split(".")[0] in packages)
 
 
 def imports_of(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
-    """What a module imports anywhere in its text: on top, under TYPE_CHECKING, inside functions.
+    """Return the imports of a module at any level: at the top, under TYPE_CHECKING, inside
+    functions.
 
-    `from a import b` is `a.b` where that is a module of `known`, else `a`. Relative imports keep
-    their dots.
+    `from a import b` is `a.b` if that is a module of `known`, else `a`. Relative imports keep their
+    dots.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -70,8 +72,10 @@ def imports_of(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
 
 
 def import_graph(*packages: str) -> dict[str, set[str]]:
-    """Module -> imported modules, of these packages only. Importing `a.b.c` also runs `a` and
-    `a.b`."""
+    """Map each module of these packages to the modules of them that it imports.
+
+    Importing `a.b.c` also runs `a` and `a.b`.
+    """
     known = names(*packages)
     graph: dict[str, set[str]] = {name: set() for name in known}
     for name, tree in modules(*packages).items():
@@ -86,13 +90,15 @@ def import_graph(*packages: str) -> dict[str, set[str]]:
 
 
 def package_of(name: str) -> str:
-    """The folder a module lies in; a package's own `__init__` is the package."""
+    """Return the folder of a module; a package's own `__init__` is the package."""
     return name if _paths()[name].name == "__init__.py" else name.rpartition(".")[0] or name
 
 
 def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Package -> packages that any of its modules imports. That importing `a.b` runs `a` does not
-    count: a folder's `__init__` holds no code."""
+    """Map each package to the packages that any of its modules imports.
+
+    That importing `a.b` runs `a` does not count: a folder's `__init__` holds no code.
+    """
     found: dict[str, set[str]] = {}
     for name, targets in graph.items():
         package = package_of(name)
@@ -105,8 +111,10 @@ def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """Some cycle as a closed path, or nothing. Depth first; a node on the path that is met again
-    closes one."""
+    """Return some cycle as a closed path, or nothing.
+
+    The search is depth first; a node met again on the path closes a cycle.
+    """
     done: set[str] = set()
 
     def search(node: str, path: list[str]) -> list[str]:
@@ -127,7 +135,7 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def reachable(graph: Mapping[str, set[str]], starts: Iterable[str]) -> set[str]:
-    """Everything that importing `starts` imports, themselves included."""
+    """Return every module that importing `starts` imports, themselves included."""
     found: set[str] = set()
     waiting = list(starts)
     while waiting:

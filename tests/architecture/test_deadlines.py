@@ -24,7 +24,7 @@ CHECKED = tuple(package for package in PRODUCT if package not in ("bench", "tool
 
 
 def bound(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None, ast.expr | None, int]]:
-    """Names, attributes, fields and parameters, with annotation and value, where they are bound."""
+    """Yield names, attributes, fields and parameters with their annotation and value."""
     for node in ast.walk(tree):
         match node:
             case ast.arg():

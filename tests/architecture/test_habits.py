@@ -75,8 +75,7 @@ UNPICKLERS = {
 
 
 def pickling(tree: ast.AST) -> Iterator[ast.stmt | ast.expr]:
-    """What reads, writes or sends pickles: a pickle that came from elsewhere runs its sender's
-    code."""
+    """Yield code that reads, writes or sends pickles: unpickling runs code of the sender."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Import)
@@ -140,9 +139,11 @@ config.load()
 
 
 def environment_proxies(name: str, tree: ast.AST) -> Iterator[ast.expr]:
-    """Yield what would reach a process of ours through a proxy that the environment names: HTTP
-    clients that read it, and gRPC channels without the option that switches it off.
-    `runtime.rpc.client` has that among others."""
+    """Yield code that would use a proxy of the environment to reach a process of Baton.
+
+    That is an HTTP client that reads the environment, or a gRPC channel without the option that
+    disables it; `runtime.rpc.client` sets that option.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -196,7 +197,7 @@ def is_check(node: ast.AST) -> bool:
 
 
 def is_suite(node: ast.AST) -> bool:
-    """A class that runs a suite written elsewhere against one more implementation."""
+    """Return whether a class runs a shared suite against one more implementation."""
     return isinstance(node, ast.ClassDef) and node.name.startswith("Test") and bool(node.bases)
 
 

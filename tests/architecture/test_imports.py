@@ -77,7 +77,7 @@ TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
 
 
 def breaches(package: str) -> list[str]:
-    """Imports of our own packages that `package` must not make, as "module imports module"."""
+    """Return imports that `package` must not make, as "module imports module"."""
     allowed, found = (package, *ALLOWED[package]), []
     for name, tree in modules(package).items():
         for target in imports_of(tree, names(*PACKAGES)):

@@ -10,7 +10,7 @@ HOST_KERNELS = "engine.kernels.host."
 
 
 def addresses_of_arrays(trees: Mapping[str, ast.Module]) -> set[str]:
-    """Functions that take an array's address the way that numba knows, too."""
+    """Yield functions that take an array's address, numba's way included."""
     return {
         f"{name}.{function.name}"
         for name, tree in trees.items()
@@ -22,7 +22,7 @@ def addresses_of_arrays(trees: Mapping[str, ast.Module]) -> set[str]:
 
 
 def addresses_of_temporaries(trees: Mapping[str, ast.Module]) -> Iterator[str]:
-    """Addresses of tensors that have no name: they are gone when the expression is."""
+    """Yield addresses of unnamed tensors: the memory is freed after the expression."""
     for name, tree in trees.items():
         for node in ast.walk(tree):
             if (

@@ -21,7 +21,7 @@ def _texts(tree: ast.AST) -> Iterator[ast.Constant]:
 
 
 def programs(tree: ast.AST) -> Iterator[ast.Module]:
-    """Strings that are whole programs, for processes of their own."""
+    """Yield strings that are whole programs for child processes."""
     for node in _texts(tree):
         try:
             program = ast.parse(str(node.value))
@@ -32,7 +32,7 @@ def programs(tree: ast.AST) -> Iterator[ast.Module]:
 
 
 def lost_imports(tree: ast.AST, known: frozenset[str]) -> list[str]:
-    """Modules of ours that programs in strings import and that do not exist."""
+    """Return modules that programs in strings import and that do not exist."""
     return [
         target
         for program in programs(tree)
@@ -42,7 +42,7 @@ def lost_imports(tree: ast.AST, known: frozenset[str]) -> list[str]:
 
 
 def lost_mentions(tree: ast.AST, known: frozenset[str]) -> list[str]:
-    """Dotted names in docstrings that are neither a module of ours nor something in one."""
+    """Return dotted names in docstrings that are neither a module nor a name in one."""
     mentioned = [name for node in _texts(tree) for name in _IN_PROSE.findall(str(node.value))]
     return [
         name
@@ -52,7 +52,7 @@ def lost_mentions(tree: ast.AST, known: frozenset[str]) -> list[str]:
 
 
 def _leads_somewhere(name: str, known: frozenset[str]) -> bool:
-    """`a.b.C.d` does when `a.b` is a module whose top level binds `C`."""
+    """Return whether `a.b.C.d` exists: `a.b` is a module that binds `C` at its top level."""
     module, rest = name, list[str]()
     while module not in known:
         module, _, last = module.rpartition(".")

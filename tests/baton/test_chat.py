@@ -82,7 +82,7 @@ class Person:
         self._terminal.close()
 
     async def asked(self, count: int) -> list[list[str]]:
-        """What the messages of each request said, once there were `count` requests."""
+        """Return the messages of each request once there were `count` requests."""
         async with asyncio.timeout(120):
             while len(self.echo.requests) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

@@ -332,7 +332,7 @@ async def test_both_ways_in_work(address: str, command: list[str]) -> None:
 
 @pytest.fixture
 def heard_interrupts() -> Iterator[None]:
-    """Children would inherit that this process ignores SIGINT, as background jobs of a shell do."""
+    """Restore SIGINT: children inherit that a shell's background job ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

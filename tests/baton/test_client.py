@@ -37,7 +37,7 @@ async def echo() -> AsyncIterator[tuple[EchoGeneration, str]]:
 
 
 async def happened(event: asyncio.Event) -> None:
-    """Well before a prompt that hangs is over, which takes a minute."""
+    """Wait for less than the minute that a hanging prompt takes."""
     async with asyncio.timeout(30):
         await event.wait()
 

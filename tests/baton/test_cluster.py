@@ -30,7 +30,7 @@ FAKES = ROOT / "tests" / "support" / "cluster" / "fake_roles"
 
 @pytest.fixture(autouse=True)
 def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children find the stand-ins before the real roles."""
+    """Put the fake roles before the real ones on the path of children."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES), str(ROOT)]))
 
@@ -201,7 +201,7 @@ async def test_processes_may_have_all_cores(tmp_path: Path, log: Log) -> None:
 
 
 def take_names(*names: str) -> None:
-    """Files in the working directory that end whoever imports them."""
+    """Write files into the working directory that end any process that imports them."""
     for name in names:
         Path(f"{name}.py").write_text("raise SystemExit('taken from the working directory')")
 
@@ -242,8 +242,8 @@ async def test_a_killed_process_restarts_at_its_address(cluster: LocalCluster) -
 
 
 async def pauses(folder: Path, log: Log, serves: Callable[[], bool]) -> list[str]:
-    """Between the deaths of a process that is killed three times: each time when it serves, or says
-    where it listens and does not."""
+    """Return the pauses between three deaths of a process, which dies when it serves or when it has
+    announced its address without serving."""
 
     async def until_serving(announcement: Announcement) -> None:
         if not serves():
@@ -535,7 +535,7 @@ async def test_killing_up_itself_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 def stand_in_demo(folder: Path) -> None:
-    """A `demo` package whose model nobody loads, found before the real one."""
+    """Write a `demo` package without a model, found before the real one."""
     (folder / "demo").mkdir()
     (folder / "demo" / "__init__.py").touch()
     model(folder / "demo", "model")

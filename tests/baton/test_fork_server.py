@@ -30,7 +30,7 @@ sys.exit(7)
 
 
 def fork_server_in(folder: Path) -> ForkServer:
-    """One that knows the module."""
+    """Start a fork server that can import the module."""
     (folder / "modules").mkdir()
     (folder / "modules" / "a_worker.py").write_text(_MODULE)
     with pytest.MonkeyPatch.context() as patch:

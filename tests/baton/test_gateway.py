@@ -36,7 +36,7 @@ def settings(**given: Any) -> GatewayConfig:  # noqa: ANN401
 
 
 def values_of(arguments: list[str], flag: str) -> list[str]:
-    """What follows each `flag`."""
+    """Return the values that follow each `flag`."""
     return [arguments[index + 1] for index, argument in enumerate(arguments) if argument == flag]
 
 

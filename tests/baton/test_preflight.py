@@ -30,7 +30,7 @@ Tables = Mapping[str, Mapping[str, object]]
 
 
 def model(folder: Path, weights_mib: int = 100, num_layers: int = 8) -> Path:
-    """A folder with files of that size; there is nothing in them, nor on the disk."""
+    """Create a folder with empty sparse files of that size."""
     folder.mkdir()
     (folder / "config.json").write_text(
         json.dumps({"text_config": {"num_hidden_layers": num_layers}})

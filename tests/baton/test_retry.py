@@ -46,7 +46,7 @@ def patience(
 
 
 def pauses(of: RetryBudget, error: BatonError, clock: ManualClock | None = None) -> list[float]:
-    """Until it gives up; `clock` is let go on by each of them."""
+    """Return the pauses until the last retry; each advances `clock`."""
     found: list[float] = []
 
     def try_for_ever() -> None:

@@ -57,7 +57,7 @@ def process_of(folder: Path, role: str, *, leads: bool = True) -> RoleProcess:
 async def announced(
     folder: Path, role: str, security: ServerSecurity = OPEN_SERVER, *, serves: bool = False
 ) -> AsyncIterator[RoleProcess]:
-    """A process that listens."""
+    """Announce a process that listens."""
     server = GrpcServer(
         ServerOptions(listen="127.0.0.1:0"),
         services=(SERVICES[role],),

@@ -60,7 +60,7 @@ async def measure() -> dict[str, int]:
 
 
 async def answer(client: AsyncBatonClient) -> Sequence[int]:
-    """Empty for a request that failed."""
+    """Return the tokens of a response; empty for a failed request."""
     try:
         return (await client.complete(QUERY, timeout_s=60)).token_ids
     except BatonError as error:

@@ -43,7 +43,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
 
 
 def run(machine: dict[str, str], out: Path, *parts: str) -> tuple[int, dict[str, str]]:
-    """Exit status, and how each part ended."""
+    """Return the exit status and the outcome of each part."""
     done = subprocess.run(
         [SCRIPT, out, *parts], env=machine, capture_output=True, text=True, timeout=60, check=False
     )

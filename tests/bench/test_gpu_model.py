@@ -113,7 +113,7 @@ def test_the_shapes_are_those_of_8_and_9_billion_weights() -> None:
 
 
 def num_weights(config: dict[str, object]) -> int:
-    """Elements of every tensor, without memory for them."""
+    """Return the number of elements of all tensors without allocating them."""
 
     class Counted(DeviceRandom):
         total = 0

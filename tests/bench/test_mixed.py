@@ -51,7 +51,7 @@ def answer(sent_s: float, *messages: tuple[float, int], failed: bool = False) ->
 
 
 def turn(gap_s: float, ttft_s: float, *, lost: bool = False) -> MeasuredTurn:
-    """Two streams of one token per `gap_s`, from 0 to 10 s; the first half second does not
+    """Return two streams of one token per `gap_s` from 0 to 10 s; the first half second does not
     count."""
     times = [index * gap_s for index in range(int(10 / gap_s) + 1)]
     streams = [answer(-1.0, *((at_s, 1) for at_s in times)) for _ in range(2)]

@@ -13,8 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def figures(module: str, *flags: str, timeout_s: float) -> dict[str, float]:
-    """Of a run that ended well; what it says of each fault and failure is shown otherwise. Skips
-    where it says that this machine refuses what it needs."""
+    """Return the figures of a successful run.
+
+    Faults and failures are printed. Skips if the machine lacks a permission that the run needs.
+    """
     done = subprocess.run(
         [sys.executable, "-m", module, *flags, "--json"],
         cwd=ROOT,

@@ -80,7 +80,7 @@ def test_damage_is_one_bit_of_a_copy(size: int) -> None:
 
 @pytest.fixture
 def clock() -> Iterator[None]:
-    """`time.time` as it was, whatever a test makes of it."""
+    """Return the original `time.time`, independent of patches of a test."""
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
     with patch.object(time, "time", time.time), patch.dict(vars(cygrpc)):
@@ -168,7 +168,7 @@ def test_output_of_an_aborting_client_counts_only_if_wrong() -> None:
 
 
 def steady(begin_s: float, end_s: float, pause: tuple[float, float] = (0.0, 0.0)) -> Seen:
-    """A message each tenth of a second, but none in the pause."""
+    """Return one message per tenth of a second, with none in the pause."""
     times = [begin_s + step / 10 for step in range(1, round((end_s - begin_s) * 10) + 1)]
     return request(
         sent_s=begin_s,

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def listen() -> None:
-    """Print where, and wait to be ended."""
+    """Print the address and wait to be killed."""
     enter("right")
     print(_transport().address.hex(), flush=True)
     sys.stdin.read()

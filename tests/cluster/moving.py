@@ -42,7 +42,7 @@ class Roles:
         self._num_starts = 0
 
     async def start(self, name: str, role: str, host: str, *flags: str) -> None:
-        """Return when it listens at PORT of `host`, and its name stands for that."""
+        """Start it at PORT of `host`, point its name there, and return once it listens."""
         self._num_starts += 1
         announced = self._folder / f"{self._num_starts}.json"
         own = (
@@ -69,7 +69,7 @@ class Roles:
         self._names.answers[name] = [host]
 
     async def kill(self, name: str) -> None:
-        """From now on its name has no address."""
+        """Kill it and remove the address of its name."""
         self._names.answers[name] = []
         self._processes[name].kill()
         await self._processes[name].wait()
@@ -104,7 +104,7 @@ async def seconds_until(holds: Callable[[], Awaitable[bool]]) -> float:
 
 
 async def answers(client: AsyncBatonClient) -> bool:
-    """Of the client's own router, with workers of both roles."""
+    """Return whether the client's own router serves with workers of both roles."""
     try:
         await client.complete(QUERY, timeout_s=2)
     except BatonError:
@@ -197,7 +197,7 @@ async def measure(names: NameServer) -> dict[str, float]:
 
 
 async def joined() -> float:
-    """Seconds until the stage behind the leader has joined it."""
+    """Return the seconds until the leader's second stage has joined."""
     began_s = time.monotonic()
     async with open_channel(f"127.0.0.4:{PORT}") as channel:
         await wait_serving(channel, "baton.v1.Pipeline", timeout_s=FOUND_S)

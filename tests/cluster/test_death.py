@@ -26,7 +26,7 @@ def long_questions(count: int) -> list[Request]:
 async def timed(
     running: RunningCluster, question: Request
 ) -> tuple[Completion | BatonError, float]:
-    """The answer or the error, and when it came."""
+    """Return the response or the error, and its time."""
     try:
         result: Completion | BatonError = await running.client.complete(
             as_query(question), timeout_s=60
@@ -44,8 +44,11 @@ async def survive(
     *,
     after_s: float,
 ) -> None:
-    """Kill a process while the questions are answered: each gets its answer or soon an error, and
-    then all are answered by the processes that have lived on and the one that is started again."""
+    """Kill a process under load and check that the cluster recovers.
+
+    Each request gets its response or soon an error; later ones are served by the surviving
+    processes and the restarted one.
+    """
     processes = running.cluster.processes
     survivors = {name: process.pid for name, process in processes.items() if name != victim}
     under_way = [asyncio.create_task(timed(running, question)) for question in questions]

@@ -23,7 +23,7 @@ def scenes_of(page: str) -> Iterator[tuple[str, str]]:
 
 
 def comparable(shown: str) -> str:
-    """What processes log besides may come in any order, and more of it on a slow machine."""
+    """Return the output without log lines, whose order and number depend on the machine."""
     return levelled(_PROCESS_LINE.sub("", shown.rstrip("\n") + "\n").replace("^C", ""))
 
 

@@ -20,7 +20,7 @@ def used_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
 
 
 async def shares(running: RunningCluster) -> dict[str, float]:
-    """Of a core, by process, while the cluster is left alone."""
+    """Return the share of a core that each process uses while the cluster is idle."""
     processes = {
         name: psutil.Process(process.pid) for name, process in running.cluster.processes.items()
     }

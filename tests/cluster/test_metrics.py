@@ -77,8 +77,8 @@ async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
 
 
 async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, float]]) -> None:
-    """Ask a lot at once, then the longest prompt twice, and note the largest value of every metric
-    meanwhile."""
+    """Send many requests at once, then the longest prompt twice, and record the maximum of every
+    metric."""
     questions = make_questions(40, seed=2, max_prompt=300, max_tokens=100)
     longest = max(questions, key=lambda question: len(question.prompt_token_ids))
 
@@ -112,7 +112,7 @@ def never_moved(peaks: dict[str, dict[str, float]]) -> dict[str, list[str]]:
 
 
 def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
-    """What is not back at zero."""
+    """Return the metrics that have not returned to zero."""
     zero = AT_REST - {"baton_requests_in_flight", "baton_pp_bubble_ratio"}
     return {
         f"{name} {metric}": value

@@ -17,8 +17,8 @@ QUESTIONS = make_questions(4, seed=17, max_prompt=150, max_tokens=16)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-5 with layers that share their selection on both sides of the cut, and a draft whose
-    steps share theirs."""
+    """Write GLM-5 with layers that share their selection on both sides of the cut, and a draft
+    whose steps share theirs."""
     folder = tmp_path_factory.mktemp("nextn")
     return add_nextn(
         make_checkpoint(folder, "glm_moe_dsa_pattern", dtype=torch.bfloat16),

@@ -65,8 +65,8 @@ TOOLS: list[ChatCompletionToolUnionParam] = [
 
 
 def with_bos(folder: Path) -> Path:
-    """The shipped model, with a tokenizer that begins each text with a special token, as Llama's
-    and Gemma's do."""
+    """Write the shipped model with a tokenizer that begins each text with a special token, as
+    Llama's and Gemma's do."""
     shutil.copytree(MODEL, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(

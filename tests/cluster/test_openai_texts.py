@@ -47,7 +47,8 @@ USER_AND_BOT = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<bot>"
 
 
 def with_bos() -> Tokenizer:
-    """SentencePiece as Llama 2 has it: spaces are bars, and a text begins with BOS."""
+    """Write a SentencePiece tokenizer like Llama 2's: spaces are bars, and a text begins with
+    BOS."""
     tokenizer = sentencepiece_like(LLAMA_2)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -69,7 +70,7 @@ class Door:
         return await self.http.post(path, json={"model": model, "max_tokens": 8, **body})
 
     async def prompt_of(self, path: str, model: str, **body: Any) -> list[int]:  # noqa: ANN401
-        """The prompt that the engine got."""
+        """Return the prompt that the engine received."""
         recorder = self.recorders[model]
         recorder.prompts.clear()
         answer = await self.post(path, model, **body)
@@ -108,8 +109,8 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
 
 
 def of_texts(conversation: Conversation, *, more_than_one: bool) -> Conversation:
-    """With texts in place of parts: of a single one as gateways send it, or of several joined,
-    too."""
+    """Replace the parts of a message by texts: a single one as gateways send it, or several
+    joined."""
 
     def text(content: Any) -> Any:  # noqa: ANN401 - of a message
         if isinstance(content, list) and (more_than_one or len(content) == 1):
@@ -294,7 +295,7 @@ async def test_other_models_and_paths_behave_as_documented(door: Door) -> None:
 
 
 def choices_of(answer: httpx2.Response) -> list[Any]:
-    """Of an answer that came whole, or of all parts of a stream."""
+    """Return the choices of a whole response, or of all chunks of a stream."""
     lines = (
         answer.text.splitlines() if answer.text.startswith("data: ") else [f"data: {answer.text}"]
     )

@@ -51,7 +51,7 @@ FAMILIES = (
 
 
 def as_gateways_send_it(conversation: Conversation) -> Conversation:
-    """A text in one part and a text are one."""
+    """Replace a single text part by its text."""
 
     def single(content: Any) -> Any:  # noqa: ANN401 - of a message
         return content[0]["text"] if isinstance(content, list) and len(content) == 1 else content

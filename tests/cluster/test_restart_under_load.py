@@ -13,8 +13,8 @@ from tests.support.cluster.reference import Reference
 
 
 def num_formed(running: RunningCluster) -> int:
-    """How often a pool began to serve, by its leader's log: a status that is asked for may come too
-    late for a loss."""
+    """Count how often a pool began to serve, by its leader's log; a polled status may miss a short
+    loss."""
     return sum("serving with" in line for line in running.lines)
 
 

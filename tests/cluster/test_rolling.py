@@ -26,7 +26,7 @@ WITNESSES = 3  # long answers under way at any time
 
 
 async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outcome]:
-    """`baton load` until told that it is over."""
+    """Run `baton load` until told to stop."""
     info, shape = (
         await running.client.model_info(),
         Shape(Lengths("constant", 40), Lengths("constant", 30)),
@@ -42,8 +42,7 @@ async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outc
 async def long_answers(
     running: RunningCluster, questions: list[Request], over: asyncio.Event
 ) -> list[tuple[int, object]]:
-    """(question, answer or error) of questions that outlast every drain, asked one after the
-    other."""
+    """Return (question, response or error) of sequential requests that outlast every drain."""
     answers: list[tuple[int, object]] = []
     while not over.is_set():
         index = len(answers) % len(questions)
@@ -60,7 +59,7 @@ async def long_answers(
 
 
 async def migrations(running: RunningCluster) -> dict[str, float]:
-    """By type and outcome, as the router's /metrics say."""
+    """Return the migrations of the router's /metrics, by type and outcome."""
     url = f"http://127.0.0.1:{await running.metrics_port('router')}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read().decode())
     lines = [
@@ -70,7 +69,7 @@ async def migrations(running: RunningCluster) -> dict[str, float]:
 
 
 async def busy(running: RunningCluster, address: str) -> None:
-    """Until the decode pool there runs requests."""
+    """Wait until the decode pool at this address runs requests."""
     await running.until(
         lambda status: any(
             worker.address == address and worker.running_requests > 1 for worker in status.workers
@@ -80,15 +79,15 @@ async def busy(running: RunningCluster, address: str) -> None:
 
 
 def address_of(running: RunningCluster, name: str) -> str:
-    """The same over restarts."""
+    """Return the address of a process, which restarts keep."""
     announcement = running.cluster.processes[name].announcement
     assert announcement is not None
     return announcement.address
 
 
 async def drain_at_work(running: RunningCluster, leader: str, *others: str) -> None:
-    """Restart a pool until its drain has handed a request back: on a quick machine what runs may
-    end in time."""
+    """Restart a pool until its drain has handed a request back; on a fast machine requests may
+    finish in time."""
     for _ in range(5):
         if (await migrations(running)).get(DRAINED):
             return
@@ -98,8 +97,10 @@ async def drain_at_work(running: RunningCluster, leader: str, *others: str) -> N
 
 
 async def kill_at_work(running: RunningCluster, name: str) -> None:
-    """Kill a pool's leader until it dies with a request in mid-stream: what the router knows of its
-    work is old news, and what it worked on may be done before the signal comes."""
+    """Kill a pool's leader until it dies with a request in mid-stream.
+
+    The router's view of its work is delayed, and the work may finish before the signal arrives.
+    """
     for _ in range(5):
         await busy(running, address_of(running, name))
         running.cluster.processes[name].kill()

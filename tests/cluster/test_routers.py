@@ -76,7 +76,7 @@ QUERIES = (
 
 @pytest.fixture
 def patient_connections() -> None:
-    """Clients are to notice a router that is silent."""
+    """Keep the default timeouts of connections: clients must notice a silent router."""
 
 
 @asynccontextmanager
@@ -90,7 +90,7 @@ async def two_routers(
 
 
 def client_beginning_with(running: RunningCluster, router: str) -> AsyncBatonClient:
-    """Whose first call goes to this router."""
+    """Return a client whose first call goes to this router."""
     client = AsyncBatonClient(*running.cluster.addresses)
     while client._turns._turn != ROUTERS.index(router):
         client._turns.next()
@@ -100,8 +100,8 @@ def client_beginning_with(running: RunningCluster, router: str) -> AsyncBatonCli
 async def events_of(
     running: RunningCluster, router: str, query: Query, happens: dict[int, Callable[[], object]]
 ) -> list[Event]:
-    """All that a client gets which begins with this router; `happens` once it has so many tokens or
-    more."""
+    """Return all events of a client that begins with this router; call `happens` after this many
+    tokens."""
     events, num_tokens = list[Event](), 0
     async with client_beginning_with(running, router) as client:
         async for event in client.generate(query, timeout_s=60):
@@ -113,8 +113,8 @@ async def events_of(
 
 
 def comparable(events: Sequence[Event]) -> list[Completion]:
-    """Every choice without what differs between two runs. Drafts may cut chunks elsewhere, so they
-    are joined."""
+    """Return every choice without fields that differ between runs, with chunks joined, since drafts
+    may split them differently."""
     return [
         replace(choice, finish=replace(choice.finish, timings=Timings(), request_id=""))
         for choice in completions_of(events)
@@ -122,7 +122,7 @@ def comparable(events: Sequence[Event]) -> list[Completion]:
 
 
 async def until_all_is_given_back(running: RunningCluster, *routers: str) -> None:
-    """As each of these routers sees it."""
+    """Wait until each of these routers sees all resources released."""
     for router in routers:
         async with AsyncBatonClient(running.cluster.addresses[ROUTERS.index(router)]) as client:
             async with asyncio.timeout(60):
@@ -138,7 +138,7 @@ async def _clean(client: AsyncBatonClient) -> bool:
 
 
 def stop_string(whole: Completion) -> str:
-    """Some characters that first come about the middle of a text."""
+    """Return some characters that first occur near the middle of a text."""
     text, middle = whole.text, len(whole.text) // 2
     return next(
         text[middle:end]

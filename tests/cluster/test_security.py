@@ -31,7 +31,7 @@ ROLES = ("router", "prefill", "decode")
 
 
 def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
-    """The configuration file of all roles, and the files it names."""
+    """Write the configuration file of all roles and the files it names."""
     lines = []
     for role in ROLES:
         files = authority.files(folder / role, role)
@@ -48,8 +48,10 @@ def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
 
 
 async def refusal(call: "grpc.aio.StreamStreamCall") -> Exception:  # type: ignore[type-arg]
-    """What a stream that was opened by somebody without the right ends with. Nothing is sent: gRPC
-    reports a message that comes too late as an error of its own."""
+    """Return the error of an unauthorized stream.
+
+    Nothing is sent: gRPC reports a message that comes too late as an error of its own.
+    """
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call.read()
     return error_from_rpc(refused.value)
@@ -113,8 +115,8 @@ async def test_a_cluster_under_mutual_tls_and_tokens(
 async def rotate_under_load(
     client: AsyncBatonClient, expected: list[int], folder: Path, old: Authority, new: Authority
 ) -> None:
-    """Change every certificate for one of another authority while requests run; all of them are
-    answered."""
+    """Replace every certificate by one of another authority while requests run; all of them
+    succeed."""
     both, people = old.pem + new.pem, ("client", "operator")
     answered, is_over = [0], asyncio.Event()
 

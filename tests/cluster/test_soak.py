@@ -37,7 +37,7 @@ async def test_500_requests_a_fifth_cancelled(
         }
 
         async def one(i: int) -> bool | None:
-            """True or False for right or wrong, None for cancelled."""
+            """Return True for a correct response, False for a wrong one, None if cancelled."""
             pick = i % NUM_DISTINCT
             query = as_query(
                 distinct[pick].__class__(**{**distinct[pick].__dict__, "request_id": f"soak-{i}"})
@@ -69,7 +69,7 @@ async def test_500_requests_a_fifth_cancelled(
 
 
 async def flood(running: RunningCluster, questions: list) -> None:  # type: ignore[type-arg]
-    """Warm every path, so that growth afterwards is a leak and not a cache."""
+    """Use every path once, so that later growth is a leak and not a cache."""
     for _ in range(3):
         await asyncio.gather(
             *(running.client.complete(as_query(question), timeout_s=60) for question in questions)

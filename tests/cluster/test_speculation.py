@@ -22,7 +22,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def assert_declined_drafts_are_not_drafted(
     running: RunningCluster, expected: Sequence[object]
 ) -> None:
-    """The same answers, and no metric of speculation moves."""
+    """Check for equal responses without a change of any speculation metric."""
     leader = next(name for name in running.cluster.processes if name in ("decode-0", "decode-0.0"))
     port = await running.metrics_port(leader)
     before = await asyncio.to_thread(scrape, port)

@@ -35,13 +35,13 @@ class WithTelling(Here):
 
 
 async def refused(running: RunningCluster) -> dict[str, float]:
-    """The largest count of one reason, by worker."""
+    """Return the largest count of one reason, by worker."""
     ports = {name: await running.metrics_port(name) for name in WORKERS}
     return {name: scrape(port)["baton_refused_messages"] for name, port in ports.items()}
 
 
 def told(folder: Path) -> list[str]:
-    """The addresses that workers have written."""
+    """Return the addresses that workers have written."""
     return [path.read_text() for path in sorted(folder.glob("*-*-*-*")) if not path.suffix]
 
 

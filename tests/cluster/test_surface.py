@@ -53,7 +53,7 @@ async def outsider() -> AsyncIterator[Outsider]:
 
 
 def merged(base: Json, change: Json) -> Json:
-    """`change` over `base`, message by message; a prompt replaces the prompt."""
+    """Merge `change` into `base`, message by message; a prompt replaces the prompt."""
     prompts = {"text", "tokenIds", "chat"}
     kept = {
         key: value

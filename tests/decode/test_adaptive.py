@@ -15,7 +15,8 @@ Pool = Callable[[int], tuple[float, float]]  # draft length -> (tokens per step,
 def run(
     policy: AdaptiveDraft, pool: Pool, steps: int, *, num_running: int = 1
 ) -> tuple[float, float]:
-    """Tokens and seconds of so many steps. A step verifies what the step before it asked for."""
+    """Return the tokens and seconds of this many steps; each step verifies the length that the
+    previous one set."""
     tokens = seconds = 0.0
     asked = policy.length(num_running) or 0
     for _ in range(steps):
@@ -31,7 +32,7 @@ def run(
 
 
 def settled(policy: AdaptiveDraft, pool: Pool, *, num_running: int = 1) -> int:
-    """The length of most steps: trials come in between."""
+    """Return the length of most steps; trials come in between."""
     lengths = Counter[int]()
     for _ in range(100):
         lengths[policy.length(num_running) or 0] += 1

@@ -61,7 +61,7 @@ class Traffic:
             assert answer.done.wait(60), "a rank waits"
 
     def planned(self, step: RankBatches) -> RankBatches:
-        """In the loop, once per step."""
+        """Record a plan, in the loop, once per step."""
         self.steps += any(each is not None for each in step)
         self.modes |= {each.mode for each in step if each is not None}
         if self.steps >= self.num_steps:
@@ -69,7 +69,7 @@ class Traffic:
         return step
 
     def _arrive(self) -> None:
-        """On the loop's thread; each request that ends brings the next ones."""
+        """Submit requests on the loop's thread; each one that ends submits the next."""
         if self.done.is_set():
             return
         answer, scheduler = Answer(), self.rng.choice(self.pool.schedulers)
@@ -130,7 +130,7 @@ def fuzzed(
 
 
 def check(traffic: Traffic) -> None:
-    """Those that were not given up have the tokens that they have alone."""
+    """Check that requests which were not cancelled have their reference tokens."""
     whole = [
         (request, answer)
         for request, answer in traffic.answers

@@ -53,7 +53,7 @@ class Pool:
         )
 
     def join(self, *, with_draft: bool = True) -> int:
-        """A prompt that lands."""
+        """Add a prompt that was handed over."""
         reservation = self.scheduler.reserve(
             self._request(), _ignored, blocks=self.blocks, compatibility=DRAFTING
         )
@@ -61,7 +61,7 @@ class Pool:
         return reservation.key
 
     def read(self) -> int:
-        """A prompt whose rest is computed here."""
+        """Add a prompt whose rest is computed here."""
         return self.scheduler.read_rest(
             self._request(),
             _ignored,
@@ -77,7 +77,7 @@ class Pool:
         return Request("r", PROMPT, 30, SamplingParams(temperature=0))
 
     def step(self) -> ForwardBatch | None:
-        """One step, with the draft's slots behind it."""
+        """Run one step, followed by the draft's slots."""
         batch = self.scheduler.next_batch()
         if batch is None:
             return None

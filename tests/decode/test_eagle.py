@@ -86,7 +86,7 @@ def speculation(
     *,
     is_recorded: bool = True,
 ) -> Speculation:
-    """Adds the drafter to `made` when the pool builds it."""
+    """Return a speculation that adds the drafter to `made` when the pool builds it."""
     model = random_draft(eagle.CONFIG, description, numerics=Numerics.EXACT)
     oracle = eagle.Eagle3Oracle(eagle.random_tensors(tied_head=description.spec.tied_head))
 

@@ -79,7 +79,8 @@ class Theirs:
 
     @torch.no_grad()
     def chain(self, tokens: Sequence[int], steps: int) -> tuple[list[int], torch.Tensor]:
-        """Tokens behind these, of which the last is not cached, and their logits [steps, vocab]."""
+        """Return the tokens after these, the last of which is not cached, and their logits [steps,
+        vocab]."""
         cache: Any = DynamicCache()
         done = self._target.model(
             torch.tensor([tokens[:-1]]), past_key_values=cache, use_cache=True

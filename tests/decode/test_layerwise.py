@@ -30,7 +30,7 @@ from tests.support.pool.local_pool import Speculation, local_pool
 
 
 def layerwise(folder: Path, num_pages: int, page_size: int = 16) -> LayerwiseDrafter:
-    """Over caches of its own, in which every byte that was never written is NaN."""
+    """Build a draft over its own caches, filled with NaN."""
     draft = read_draft(folder, read_model(folder))
     layers = draft.load_layers(numerics=Numerics.EXACT)
     pools: dict[CacheKind, dict[int, torch.Tensor]] = {kind: {} for kind in CacheKind}

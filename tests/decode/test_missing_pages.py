@@ -33,7 +33,7 @@ STATE_BYTES = sum(spec.record_bytes for spec in specs() if not spec.kind.is_page
 
 
 async def land(pools: Arrivals, request_key: int) -> tuple[DestinationTerms, int]:
-    """One request, to its commit; the destination's terms and the bytes that crossed."""
+    """Run one request to its commit; return the destination terms and the bytes transferred."""
     stream, destination = await pools.open()
     pools.deliver(destination, request_key=request_key)
     stream.send(first_token())
@@ -60,7 +60,7 @@ async def test_only_missing_pages_and_one_state_cross(pools: Arrivals) -> None:
 
 
 def assert_read_alike(pools: Arrivals, destination: DestinationTerms) -> None:
-    """The request's records are those of the source, wherever they came from."""
+    """Check that the request's records equal those of the source."""
     for kind, theirs, ours in (
         ("kv", SOURCE_PAGES, destination.page_ids),
         ("state", [1], [destination.slot_id]),

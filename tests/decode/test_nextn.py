@@ -41,7 +41,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints with a NextN layer; of GLM-5 also one whose draft's steps share a choice of
+    """Write checkpoints with a NextN layer; of GLM-5 also one whose draft's steps share a choice of
     keys."""
     folder = tmp_path_factory.mktemp("nextn")
     made = {
@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def references(folders: dict[str, Path]) -> dict[str, list[Answer]]:
-    """Without speculation. What a draft's config says changes nothing."""
+    """Compute the output without speculation, which no field of the draft's config changes."""
     torch.set_num_threads(1)
     found = {}
     for family in FAMILIES:

@@ -97,7 +97,7 @@ def joined(
 
 
 def answer(scheduler: DecodeScheduler, batch: ForwardBatch) -> None:
-    """Every drawing row gets the token 100 + position of the token drawn."""
+    """Give every sampling row the token 100 + position of the sampled token."""
     tokens = [SampledToken(100 + row.position) for row in batch.sampling if row is not None]
     scheduler.on_result(batch, StepResult(0, tokens))
 
@@ -449,7 +449,7 @@ def test_a_leaked_record_of_states_is_found_when_idle() -> None:
 
 
 def shape(batch: ForwardBatch) -> tuple[ForwardMode, int, int | None, int]:
-    """Mode, tokens, nodes of the next tree and record of a batch of one row."""
+    """Return mode, tokens, nodes of the next tree and record of a batch of one row."""
     assert isinstance(batch.spec_info, SpecInfo)
     (row,) = batch.spec_info.rows
     return batch.mode, batch.num_tokens, row.num_draft_tokens, row.scratch

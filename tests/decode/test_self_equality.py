@@ -21,7 +21,7 @@ def _one_thread() -> None:
 
 
 def requests(max_tokens: int = 24) -> list[Request]:
-    """Greedy and sampled, with every kind of penalty and filter somewhere."""
+    """Return greedy and sampled requests that cover every kind of penalty and filter."""
     rng = random.Random(0)
     sampling = [
         SamplingParams(temperature=0),
@@ -58,7 +58,7 @@ def description(request: pytest.FixtureRequest) -> ModelDescription:
 
 @pytest.fixture(scope="module")
 def reference(description: ModelDescription) -> list[list[object]]:
-    """Every request alone, in one process, its prompt in one piece."""
+    """Run every request alone in one process, its prompt in one chunk."""
     torch.set_num_threads(1)
     with local_pool(description, chunk_tokens=512) as pool:
         return [shown(pool.generate([request]))[0] for request in requests()]

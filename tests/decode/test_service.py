@@ -60,8 +60,8 @@ async def pools() -> AsyncIterator[Arrivals]:
 
 
 async def assert_gone(pools: Arrivals, session_id: str) -> None:
-    """Every page and slot is free, given back when no stage could still write any, and every stage
-    drains."""
+    """Check that every page and slot is free, released after the last write of every stage, and
+    that every stage drains."""
     await pools.until(lambda: pools.is_free)
     assert all(
         stage.log.states(session_id)[-1] in (COMPLETE, DRAINED) for stage in pools.dest.stages
@@ -79,7 +79,7 @@ async def all_landed(pools: Arrivals, session_id: str) -> None:
 
 
 def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
-    """The engine runs one batch, if there is one."""
+    """Run one batch of the engine, if there is one."""
     batch = pools.next_batch()
     if batch is None:
         return
@@ -154,7 +154,7 @@ async def to_half_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
 
 
 async def to_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
-    """Everything but the first token is here."""
+    """Open a request and transfer everything but the first token."""
     stream, destination = await pools.open()
     pools.deliver(destination)
     await all_landed(pools, destination.session_id)
@@ -355,7 +355,7 @@ async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
 
 
 async def to_failed(pools: Arrivals) -> tuple[DecodeStream, str]:
-    """The source died with its bytes under way."""
+    """Open a request whose source dies during the transfer."""
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
     stream, destination = await pools.open()
     pools.deliver(destination)

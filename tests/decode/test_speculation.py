@@ -37,7 +37,7 @@ def _one_thread() -> None:
 
 
 def requests(max_tokens: int = 24) -> list[Request]:
-    """Five requests around page and chunk borders; one stops at a token, but not before the
+    """Return five requests near page and chunk borders; one stops at a token, but not before the
     sixth."""
     rng = random.Random(0)
     lengths = (1, 15, 40, 64, 130)
@@ -69,8 +69,8 @@ FAMILIES = ["hybrid-float32", "hybrid-bfloat16", "llama-float32"]
 
 
 def grid(targets: Sequence[str], sizes: Sequence[int]) -> list[ParameterSet]:
-    """Every target with every shape in one of the sizes, so that any two of the three are together;
-    the rest is long."""
+    """Return every target with every shape in one of the sizes, so that any two of the three occur
+    together; the others are marked long."""
     return [
         pytest.param(
             target,
@@ -95,7 +95,7 @@ def description(request: pytest.FixtureRequest) -> ModelDescription:
 
 @pytest.fixture(scope="module")
 def reference(description: ModelDescription) -> list[Answer]:
-    """Every request alone, without speculation, in one process."""
+    """Run every request alone, without speculation, in one process."""
     torch.set_num_threads(1)
     with local_pool(description, chunk_tokens=512) as pool:
         return [pool.generate([request])[0] for request in requests()]
@@ -103,7 +103,7 @@ def reference(description: ModelDescription) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def truth(reference: list[Answer]) -> dict[int, list[int]]:
-    """By the key that a fresh pool gives the request: its tokens, and some more that never come."""
+    """Map the key that a fresh pool gives a request to its tokens and some that never follow."""
     return {
         key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
         for key, (request, answer) in enumerate(zip(requests(), reference, strict=True), start=1)

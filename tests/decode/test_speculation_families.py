@@ -59,14 +59,14 @@ def described(target: str) -> ModelDescription:
 
 @cache
 def reference(target: str) -> list[Answer]:
-    """Every request alone, without speculation, in one process."""
+    """Run every request alone, without speculation, in one process."""
     with local_pool(described(target), chunk_tokens=512) as pool:
         return [pool.generate([request])[0] for request in WANTED]
 
 
 def drafter_for(target: str, shape: Shape, *, error_rate: float) -> OracleDrafter:
-    """Knows the answers by the keys that a fresh pool gives the requests, and some tokens that
-    never come."""
+    """Return a drafter that knows the outputs by the keys of a fresh pool, and some tokens that
+    never follow."""
     truth = {
         key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
         for key, (request, answer) in enumerate(

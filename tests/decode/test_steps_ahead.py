@@ -60,8 +60,8 @@ def ids(batch: ForwardBatch) -> list[int]:
 
 
 def end(scheduler: DecodeScheduler, *batches: ForwardBatch) -> None:
-    """Results of what is in flight, in order, and of what follows, two at a time; everything is
-    given back then."""
+    """Deliver results in flight in order and run what follows, two at a time, until everything is
+    released."""
     in_flight = list(batches)
     while True:
         while len(in_flight) < 2 and (batch := scheduler.next_batch()) is not None:
@@ -350,7 +350,7 @@ class Recorded(Answer):
 
 
 def arriving(pool: LocalPool, wanted: list[Request], cancelled: Request) -> list[Answer]:
-    """Each request comes once the one before has drawn a token; another is cancelled after its
+    """Yield each request after the previous one has a token; another is cancelled after its
     third."""
     other = Recorded(pool, 3)
 

@@ -75,8 +75,8 @@ def test_draft_acceptance_matches_the_card() -> None:
 
 
 def spoken(tokenizer: Tokenizer, questions: list[RecallQuestion]) -> list[list[int]]:
-    """What our engine says, greedy, in two stages, all prompts in one batch, for as long as the
-    right answers are."""
+    """Return the greedy output of the engine in two stages, all prompts in one batch, for the
+    length of the right answers."""
     driver = StageDriver(read_model(MODEL), cuts=(3,), num_sequences=len(questions))
     lengths = [len(tokenizer.encode(question.answer).ids) for question in questions]
     logits = driver.prefill(

@@ -36,7 +36,8 @@ class PodKind:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As the kubelet expands it, with what the LeaderWorkerSet controller puts in front."""
+        """Expand the environment as the kubelet does, after the variables of the LeaderWorkerSet
+        controller."""
         injected = {
             "LWS_LEADER_ADDRESS": "decode-0.decode.baton",
             "LWS_GROUP_SIZE": str(self.group_size),
@@ -52,7 +53,7 @@ class PodKind:
 
     @property
     def arguments(self) -> list[str]:
-        """What the process is started with, its variables expanded by the kubelet."""
+        """Return the arguments of the process, with variables expanded as the kubelet does."""
         expanded = []
         for argument in self.container["args"]:
             for name, value in self.environment.items():
@@ -62,7 +63,7 @@ class PodKind:
 
 
 def load(overlay: str) -> list[Document]:
-    """The overlay's manifests, the caller's to change."""
+    """Return a copy of the overlay's manifests that the caller may change."""
     return deepcopy(_parsed(overlay))
 
 
@@ -93,7 +94,7 @@ def _pods_of(document: Document) -> Iterator[PodKind]:
 
 
 def _pods_of_group(role: str, group: Document) -> Iterator[PodKind]:
-    """A group of one has no leader's template and takes the workers'."""
+    """Return the pods of a group; a group of one has no leader template and uses the workers'."""
     alone = group["size"] == 1
     for index in range(group["size"]):
         part = "worker" if alone or index else "leader"
@@ -110,7 +111,7 @@ def _pods_of_group(role: str, group: Document) -> Iterator[PodKind]:
 
 
 def selects(selector: Document, labels: Mapping[str, str]) -> bool:
-    """Kubernetes' label selector: matchLabels and the operator In."""
+    """Evaluate Kubernetes' label selector: matchLabels and the operator In."""
     for key, value in selector.get("matchLabels", {}).items():
         if labels.get(key) != value:
             return False

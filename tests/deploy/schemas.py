@@ -16,7 +16,7 @@ CRDS = Path(__file__).parent / "crds"
 
 
 def problems(document: dict[str, Any], release: str = OLDEST) -> list[str]:
-    """What is wrong with a manifest; a kind without a schema is a problem too."""
+    """Return the problems of a manifest; a kind without a schema is one too."""
     validator = _custom(document["apiVersion"], document["kind"])
     if validator is not None:
         wrong = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
@@ -44,8 +44,8 @@ def _custom_validators() -> dict[tuple[str, str], Draft202012Validator]:
 
 
 def _broken_rules(schema: Any, value: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - JSON values
-    """The CEL rules of a definition, as the API server applies them to every value they stand
-    at."""
+    """Evaluate the CEL rules of a definition as the API server does, at every value that has
+    one."""
     for rule in schema.get("x-kubernetes-validations", []):
         if not _program(rule["rule"]).evaluate({"self": json_to_cel(value)}):
             yield f"{path}: {rule.get('message', rule['rule'])}"
@@ -65,7 +65,7 @@ def _program(rule: str) -> celpy.Runner:
 
 
 def _closed(node: Any) -> Any:  # noqa: ANN401 - a JSON value
-    """The schema with every object closed whose fields are listed."""
+    """Return the schema with every object closed whose fields are listed."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):

@@ -17,7 +17,7 @@ RUNBOOKS = "https://baton.example.org/docs/runbooks.md"
 
 
 def _exported() -> dict[str, set[str]]:
-    """Labels by the name of the series, over all roles."""
+    """Return the labels of each series, over all roles."""
     return {
         series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}
         for family in families()

@@ -29,7 +29,7 @@ def load(spec: Dashboard) -> dict[str, Any]:
 
 
 def selectors(node: object) -> list[Any]:
-    """Every metric selector of a parsed expression."""
+    """Yield every metric selector of a parsed expression."""
     if isinstance(node, promql_parser.VectorSelector):
         return [node]
     inner = [

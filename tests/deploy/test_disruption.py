@@ -73,7 +73,7 @@ class Nodes:
         return sum(self._meant(rule, pod, node) for rule in constraints)
 
     def _meant(self, term: Document, pod: Pod, node: int) -> int:
-        """How many pods of the node a term of `pod` is about."""
+        """Count the pods of the node that a term of `pod` selects."""
         same, other = term.get("matchLabelKeys", []), term.get("mismatchLabelKeys", [])
         return sum(
             selects(term["labelSelector"], placed.labels)
@@ -153,5 +153,5 @@ def test_no_node_takes_two_of_a_role_with_it(documents: list[Document], num_node
 
 
 def _owner(kind: PodKind) -> str:
-    """The workload that makes the pod; a pool's leader and workers have one."""
+    """Return the workload that makes the pod; a pool's leader and workers share one."""
     return kind.name.removesuffix("-leader").removesuffix("-worker")

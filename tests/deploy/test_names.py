@@ -60,8 +60,7 @@ def documents(request: pytest.FixtureRequest) -> list[Document]:
 def settings_of(
     documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> SettingsOf:
-    """What the process in a pod is told: its arguments and environment through the real command
-    lines."""
+    """Parse the arguments and environment of a pod's process with the real command lines."""
     (config_map,) = of_kind(documents, "ConfigMap")
     file = tmp_path / "baton.toml"
     file.write_text(config_map["data"]["baton.toml"])

@@ -45,7 +45,7 @@ def _has_gateway(documents: list[Document]) -> bool:
 def allowed(
     policies: list[Document], pod: PodKind, peer: PodKind, direction: str
 ) -> set[tuple[int, int]]:
-    """Port ranges that `pod`'s policies of one direction open towards `peer`."""
+    """Return the port ranges that the policies of `pod` in one direction open towards `peer`."""
     rules = [
         rule
         for policy in policies
@@ -135,7 +135,7 @@ ROLES = {"router", "prefill", "decode-leader", "decode-worker"}
 
 
 def _reaches(policies: list[Document], pod: PodKind, address: str, port: int) -> bool:
-    """Whether a policy opens this address outside the pods to `pod`."""
+    """Return whether a policy opens this address outside the pods to `pod`."""
     return any(
         ipaddress.ip_address(address) in ipaddress.ip_network(peer["ipBlock"]["cidr"])
         for policy in policies

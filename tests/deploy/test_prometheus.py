@@ -128,7 +128,7 @@ async def _ask(client: AsyncBatonClient, query: Query) -> None:
 async def load(
     client: AsyncBatonClient, *, clients: int, prompt: int, tokens: int
 ) -> AsyncIterator[None]:
-    """So many clients, each asking again as soon as it is answered."""
+    """Run this many clients, each of which sends its next request after a response."""
 
     async def ask_on(seed: int) -> None:
         while True:
@@ -165,8 +165,7 @@ async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
 
 
 async def _crash_on(shop: RunningCluster) -> None:
-    """A process killed once is back before a scrape has missed it: these two end again whenever
-    they start."""
+    """Make two processes exit at every start: one killed once is back before a scrape misses it."""
     while True:
         for name in ("prefill-0", "decode-0.0"):
             shop.cluster.processes[name].kill()
@@ -208,7 +207,7 @@ async def lab_troubles(
 
 
 async def _refused_handshakes(lab: Laboratory, count: int) -> None:
-    """A router that mixes up pools offers terms of another model."""
+    """Send terms of another model, as a router that confuses pools does."""
     request = types_pb2.EngineRequest(request_id="stranger", prompt_token_ids=[1], max_tokens=1)
     opening = decode_pb2.DecodeOpen(
         request=request,
@@ -240,8 +239,8 @@ def _lab_targets(lab: Laboratory) -> list[Target]:
 async def _is_quiet(
     shop: RunningCluster, lab: Laboratory, server: Prometheus, num_targets: int
 ) -> None:
-    """Two healthy clusters with a little to do: every recording rule gives series, nothing that
-    matters fires."""
+    """Check two healthy clusters under light load: every recording rule has series and no relevant
+    alert fires."""
     await server.until(
         "baton_build_info", lambda series: len(series) == num_targets, timeout_s=WAIT_S
     )

@@ -77,7 +77,7 @@ def corpus_of(target: Target) -> list[bytes]:
 
 
 def run(target: Target, *, cases: int, seed: int) -> Iterator[Finding]:
-    """The corpus, then `cases` damaged inputs."""
+    """Run the corpus, then `cases` damaged inputs."""
     for data in corpus_of(target):
         yield from _tried(target, None, data)
     numbers = random.Random(f"{target.name} {seed}")
@@ -99,7 +99,7 @@ def run(target: Target, *, cases: int, seed: int) -> Iterator[Finding]:
 
 
 def damaged(numbers: random.Random, data: bytes, other: bytes) -> bytes:
-    """One to four changes."""
+    """Apply one to four changes."""
     changed = bytearray(data)
     for _ in range(numbers.choice((1, 1, 1, 2, 4))):
         _damage(numbers, changed, other)

@@ -144,7 +144,7 @@ def _read_frame(data: bytes) -> object:
 
 
 def _read_genuine(data: bytes) -> object:
-    """As if its sender had meant it so: what follows magic and schema is reached."""
+    """Seal the bytes as a valid sender would, so that parsing passes magic and schema."""
     return _read_frame(
         bytes(frames.write(TensorRoute.WITHIN, records.pack_error(1, "")))[:5] + data[5:]
     )
@@ -195,7 +195,8 @@ def _generate_request(numbers: random.Random) -> bytes:
 
 
 def _read_counted(data: bytes) -> object:
-    """What is counted before it is parsed is what the parser makes of it, unless it is refused."""
+    """Check that the count before parsing equals that of the parsed message, unless it is
+    refused."""
     request = bounded(
         generation_pb2.GenerateRequest.FromString, MessageBounds(1 << 20, uncounted_bytes=0)
     )(data)
@@ -212,7 +213,7 @@ def _admit(data: bytes) -> object:
 
 
 def _ended(coroutine: Coroutine[Any, Any, object]) -> object:
-    """Of one that waits for nothing."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as done:

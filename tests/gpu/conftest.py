@@ -41,13 +41,13 @@ def device() -> torch.device:
 
 @pytest.fixture
 def ucx() -> None:
-    """For tests whose bytes go by UCX."""
+    """Skip tests that transfer by UCX if it is missing."""
     _skip_without("ucxx")
 
 
 @pytest.fixture
 def whole_roles() -> None:
-    """For tests that start prefill, decode and router."""
+    """Skip tests that start prefill, decode and router if a dependency is missing."""
     _skip_without("grpc", "ucxx", "pydantic", "tokenizers")
 
 

@@ -87,8 +87,8 @@ def stages_over(backends: Backends, *cuts: int) -> list[tuple[StageExecutor, Sta
 
 
 def forced_logits(backends: Backends, tokens: list[int] | None) -> tuple[torch.Tensor, list[int]]:
-    """Prefill in one stage, decode in two, fed with `tokens` or what it draws itself. Logits [new,
-    vocab], tokens."""
+    """Prefill in one stage and decode in two, fed with `tokens` or the sampled ones. Return logits
+    [new, vocab] and tokens."""
     ((prefill, source),) = stages_over(backends)
     decode = stages_over(backends, 3)
     rows = [logits_of([prefill], step(ForwardMode.PREFILL, PROMPT, 0)).cpu()]

@@ -43,7 +43,8 @@ def received(channel: PoolChannel) -> tuple[torch.Tensor, ...]:
 
 
 def pass_tensors(devices: list[torch.device]) -> list[torch.device]:
-    """Where they arrived; each value in its turn, though all were sent from the same memory."""
+    """Return the values that arrived, each in its turn, though all were sent from the same
+    memory."""
     hidden = torch.empty(512, 4096, dtype=torch.bfloat16, device=devices[0])
     with pool(devices) as (head, tail), ThreadPoolExecutor(1) as thread:
         arriving = thread.submit(lambda: [received(tail) for _ in range(8)])

@@ -65,7 +65,7 @@ SERVED = [name for name in CLASSES if name != "Gemma4AssistantForCausalLM"]
 
 
 def whole_of(architecture: str) -> dict[str, Any]:
-    """What transformers writes of a config that states only what `STATED` says."""
+    """Return the config that transformers writes for one with only the fields of `STATED`."""
     config = getattr(transformers, CLASSES[architecture])(**STATED.get(architecture, {}))
     return {name: value for name, value in config.to_dict().items() if name not in NOT_OURS}
 

@@ -25,8 +25,8 @@ MOE_FAMILIES = ["qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_moe"]
 
 
 def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The fused layout of the same weights: [E, 2 * width, H] gate over up, and [E, H, width]
-    down."""
+    """Return the fused layout of the same weights: [E, 2 * width, H] gate over up, and [E, H,
+    width] down."""
     num_experts = 1 + max(
         int(name.split("experts.")[1].split(".")[0]) for name in tensors if ".experts." in name
     )

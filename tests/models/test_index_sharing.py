@@ -78,7 +78,7 @@ def test_impossible_sharing_is_refused_at_load_s2_2_s2_3(
 
 @pytest.fixture
 def glm_config(checkpoint: CheckpointMaker) -> dict[str, Any]:
-    """Without what transformers derived, as a published file would be."""
+    """Return a config without fields that transformers derived, as in a published file."""
     config: dict[str, Any] = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
     for name in ("indexer_types", "mlp_layer_types", "layer_types", "qk_head_dim"):
         config.pop(name, None)

@@ -34,7 +34,7 @@ VARIANTS: list[dict[str, object]] = [
 
 
 def lost_fields(raw: Mapping[str, object], read: Mapping[str, object]) -> list[str]:
-    """Return the names of what `raw` says and `read` does not."""
+    """Return the names of fields of `raw` that `read` lacks or changes."""
     return [name for name in (*HEADS, *SHARING) if name in raw and read.get(name) != raw[name]]
 
 

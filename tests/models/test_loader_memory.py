@@ -60,7 +60,7 @@ print(memory_kib("VmHWM") - before)
 
 
 def write_sparse_checkpoint(folder: Path, *, is_quantized: bool) -> int:
-    """Its matrices are in bf16, or FP8 in blocks of 128. Returns its size in bytes."""
+    """Write matrices in bf16, or FP8 in blocks of 128; return the size in bytes."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (1000, HIDDEN),
         "lm_head": (1000, HIDDEN),

@@ -40,7 +40,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 def written(folder: Path, layout: str, **tensors: Tensor) -> Path:
-    """A folder with these tensors and a config that says nothing but the layout."""
+    """Write a folder with these tensors and a config that sets only the layout."""
     chosen = LAYOUTS[layout]
     save_file(tensors, folder / "model.safetensors")
     (folder / chosen.file).write_text(json.dumps(chosen.config))
@@ -283,8 +283,7 @@ def test_weight_bytes_count_the_final_form(
 
 
 def with_scales_of_the_cache(source: Path, path: Path) -> Path:
-    """The checkpoint with scales of a quantized cache beside its weights, under every name that is
-    published."""
+    """Add the scales of a quantized cache to the checkpoint, under every published name."""
     shutil.copytree(source, path)
     tensors = load_file(path / "model.safetensors")
     for name in (

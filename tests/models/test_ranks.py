@@ -46,14 +46,15 @@ SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
 
 @pytest.fixture(autouse=True)
 def long_batches_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest prompt's sums have homes, those of decode steps are added up everywhere."""
+    """Set the limit so that sums of the longest prompt are distributed and those of decode steps
+    are added on every rank."""
     monkeypatch.setattr(linear, "SHARED_OUT_BYTES", 8 << 10)
 
 
 def answers(
     description: ModelDescription, num_stages: int, tp: int, dp: int = 1
 ) -> list[list[SampledToken]]:
-    """To three prompts at once, in chunks, greedy and sampled."""
+    """Return the output for three prompts at once, in chunks, greedy and sampled."""
     generator = torch.Generator().manual_seed(3)
     requests = [
         Request(

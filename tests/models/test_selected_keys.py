@@ -32,7 +32,7 @@ PROMPT = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(3)
 
 @pytest.fixture
 def model(checkpoint: CheckpointMaker) -> ModelDescription:
-    """Layers 0, 3 and 5 compute; 1, 2 and 4 share."""
+    """Return a model whose layers 0, 3 and 5 compute and 1, 2 and 4 share."""
     return read_model(checkpoint("glm_moe_dsa_pattern"))
 
 
@@ -139,7 +139,7 @@ def test_selections_of_a_tree_cross_stages_s2_6(
 
 
 def run_tree(driver: StageDriver, batch: ForwardBatch) -> Tensor:
-    """As `StageDriver.run`, with the tree on every stage. Logits [nodes, vocab]."""
+    """Run like `StageDriver.run`, with the tree on every stage; return logits [nodes, vocab]."""
     output = StageOutput()
     for index, (stage, context) in enumerate(zip(driver.stages, driver.contexts, strict=True)):
         local = replace(batch, token_ids=batch.token_ids if index == 0 else None)

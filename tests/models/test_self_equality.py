@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, checkpoint: CheckpointMaker) -> ModelD
 
 
 def run_alone(driver: StageDriver, chunk_tokens: int = len(PROMPT)) -> list[Tensor]:
-    """Logits of the prompt's end and of each following step."""
+    """Return the logits of the prompt's end and of each following step."""
     for start in range(0, len(PROMPT), chunk_tokens):
         chunk = PROMPT[start : start + chunk_tokens]
         is_last = start + chunk_tokens >= len(PROMPT)
@@ -37,7 +37,8 @@ def run_alone(driver: StageDriver, chunk_tokens: int = len(PROMPT)) -> list[Tens
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """For comparisons in which a NaN equals itself: pools hold NaN where nothing was written."""
+    """Return integers to compare, in which a NaN equals itself: pools hold NaN in unwritten
+    places."""
     return tensor.contiguous().view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)
 
 

@@ -19,7 +19,7 @@ from tests.models.conftest import CheckpointMaker
 
 
 def read_stages(folder: Path, size: int) -> PoolWeights:
-    """What the stages of a pool of this size read together."""
+    """Read the stages of a pool of this size; return their combined digests."""
     model = read_model(folder)
     stages = []
     for rank in range(size):
@@ -39,7 +39,7 @@ def test_any_split_gives_one_digest(checkpoint: CheckpointMaker, family: str) ->
 
 
 def tensor_bytes(file: Path) -> dict[str, tuple[int, int]]:
-    """First byte and end of every tensor."""
+    """Return the first byte and end of every tensor."""
     content = file.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + length])

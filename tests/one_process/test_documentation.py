@@ -70,8 +70,8 @@ def blocks() -> list[Block]:
 
 
 async def run(command: list[str], folder: Path, target: str) -> str:
-    """What it printed. It finds the cluster as the pages' reader would: without a word about
-    where."""
+    """Run a block and return its output. It finds the cluster at the default address, as for a
+    reader of the page."""
     environment = {
         **os.environ,
         "BATON_TARGET": target,
@@ -150,7 +150,7 @@ def test_blocks_that_are_not_run_say_why() -> None:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """Every `baton ...` of every block, with its page."""
+    """Yield every `baton ...` of every block, with its page."""
     found = []
     for block in blocks():
         if block.language in COMMANDS:

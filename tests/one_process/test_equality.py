@@ -30,7 +30,7 @@ def expected(reference: Reference) -> list[Shown]:
 
 @pytest.fixture(scope="module")
 def expected_scores(checkpoint: Path) -> tuple[TokenLogprobs, ...]:
-    """Of the first question's prompt, in one process as one chunk."""
+    """Return the scores of the first prompt, computed in one process as one chunk."""
     driver, prompt = (
         StageDriver(read_model(checkpoint)),
         tuple(make_questions(1)[0].prompt_token_ids),

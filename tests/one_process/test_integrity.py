@@ -49,7 +49,7 @@ def _flipping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def outcome(client: AsyncBatonClient, query: Query) -> tuple[list[int], BatonError | None]:
-    """Tokens that were sent, and the error that ended the stream; None if it finished."""
+    """Return the tokens sent and the error that ended the stream; None if it finished."""
     seen: list[int] = []
     try:
         async for event in client.generate(query, timeout_s=60):

@@ -16,7 +16,7 @@ END = "~"  # its id is its code point
 
 
 def fine_tuned(checkpoint: Path, folder: Path, **generation: Any) -> Path:  # noqa: ANN401
-    """The tiny checkpoint, whose end token is named in tokenizer_config.json alone."""
+    """Write the tiny checkpoint with its end token named in tokenizer_config.json alone."""
     path = Path(shutil.copytree(checkpoint, folder / "model"))
     write_character_tokenizer(path)
     config = json.loads((path / "config.json").read_text())

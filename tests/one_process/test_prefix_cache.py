@@ -103,7 +103,7 @@ async def check(
 
 
 def answers_of(checkpoint: Path, requests: Sequence[Request]) -> dict[str, Shown]:
-    """By the ids of the requests."""
+    """Return the output by request id."""
     return dict(
         zip(
             [turn.request_id for turn in requests],
@@ -170,7 +170,8 @@ def of_decode(folder: Path) -> ReusedTokens:
 async def converse(
     client: AsyncBatonClient, reference: Reference, reused: ReusedTokens
 ) -> list[float]:
-    """Each turn goes on from the answer before it; returns what each found on the decode pool."""
+    """Continue each turn from the previous output; return the tokens each found on the decode
+    pool."""
     prompt, found = ROOT[:150], []
     for number in range(4):
         turn = replace(

@@ -85,7 +85,7 @@ def test_the_cells_have_every_pair_of_stages() -> None:
 
 
 def make(folder: Path, family: str, draft: str) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint and its workers' settings."""
+    """Write a checkpoint and return its workers' settings."""
     checkpoint = make_checkpoint(folder, FAMILIES[family])
     if draft == "own":
         checkpoint = path = add_nextn(checkpoint, folder / "with its own")
@@ -107,11 +107,11 @@ class Cell:
     expected: dict[str, Shown]
 
     async def decode(self, family: str) -> float:
-        """A counter of the decode pool."""
+        """Return a counter of the decode pool."""
         return await counter(announced_as(self.announced, "decode-0").metrics_port, family)
 
     async def ask(self, request: Request) -> tuple[int, int]:
-        """Tokens that need not be computed, and that need not cross, for the one right answer."""
+        """Check the output; return the tokens not computed and those not transferred."""
         before = await self.decode("baton_cache_reused_tokens")
         completion = await ask(self.client, request)
         assert shown(completion) == self.expected[request.request_id], request.request_id
@@ -120,7 +120,7 @@ class Cell:
         )
 
     async def flush(self, role: str) -> None:
-        """One side keeps nothing of what it had, as after a restart of it."""
+        """Clear the cache of one side, as its restart does."""
         async with open_channel(announced_as(self.announced, f"{role}-0").address) as channel:
             flushed = await worker_pb2_grpc.WorkerStub(channel).FlushCache(
                 worker_pb2.FlushCacheRequest()

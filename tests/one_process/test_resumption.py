@@ -40,7 +40,7 @@ QUERIES = (
 
 
 def expected_of(whole: Completion, count: int, rest: Completion) -> Completion:
-    """What should follow the first `count` tokens; the text is for the caller to compare."""
+    """Return the output after the first `count` tokens; the caller compares the text."""
     finish = replace(whole.finish, timings=Timings(), request_id="")
     return replace(
         whole,
@@ -53,7 +53,7 @@ def expected_of(whole: Completion, count: int, rest: Completion) -> Completion:
 
 
 async def check(client: AsyncBatonClient, query: Query) -> None:
-    """Cut at several places, each choice elsewhere."""
+    """Resume at several places, each choice at a different one."""
     whole = await client.choices(query, timeout_s=60)
     length = len(whole[0].token_ids)
     for count in (0, 1, 2, length // 2, length - 1, length):

@@ -43,7 +43,7 @@ CELLS = [  # shape, prefill PP, decode PP, draft
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped one, and one of its shape that knows nothing."""
+    """Return the shipped draft and a random one of its shape."""
     trained, random = demo_model().parent / "draft", tmp_path_factory.mktemp("random")
     torch.manual_seed(0)
     tensors = {
@@ -57,7 +57,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def questions() -> list[Request]:
-    """Prompts on which the trained draft is often right; every other one is sampled."""
+    """Return prompts on which the trained draft is often right; every other one is sampled."""
     tokenizer = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(item.prompt).ids) for item in speculation_prompts(5, seed=1)]
     return [

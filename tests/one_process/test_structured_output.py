@@ -46,7 +46,7 @@ QUERIES = [
 
 @pytest.fixture(scope="module")
 def speller(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with a tokenizer."""
+    """Write the tiny checkpoint with a tokenizer."""
     folder = tmp_path_factory.mktemp("speller") / "model"
     shutil.copytree(checkpoint, folder)
     write_character_tokenizer(folder)

@@ -26,7 +26,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """4 layers with 2 kv heads of 20 in fp32: 320 bytes per token and layer."""
+    """Write a checkpoint of 4 layers with 2 kv heads of 20 in fp32: 320 bytes per token and
+    layer."""
     return make_checkpoint(tmp_path, "llama")
 
 
@@ -35,7 +36,7 @@ def said_of(model: Path, **fields: object) -> list[str]:
 
 
 def lines_of(model: Path, **fields: object) -> list[list[str]]:
-    """Up to what is said of answers."""
+    """Return the lines before those about outputs."""
     said = said_of(model, **fields)
     return [
         line.split() for line in takewhile(lambda line: not line.startswith("end tokens"), said)

@@ -39,7 +39,8 @@ ASKED = Request(
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "llama"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with recurrent state, and one that needs slots only for what the draft hands over."""
+    """Return a checkpoint with recurrent state, and one that needs slots for the draft's state
+    only."""
     return make_checkpoint(tmp_path_factory.mktemp("models"), request.param)
 
 
@@ -50,7 +51,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(checkpoint: Path) -> list[int]:
-    """Of one process, without any draft."""
+    """Return the output of one process without a draft."""
     torch.set_num_threads(1)
     with local_pool(read_model(checkpoint), page_size=64, num_pages=8) as pool:
         return [token.token_id for token in pool.generate([ASKED])[0].tokens]
@@ -58,7 +59,7 @@ def answer(checkpoint: Path) -> list[int]:
 
 @pytest.fixture
 def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedStep]:
-    """Every verification of the decode pool. Its draft is always right."""
+    """Record every verification of the decode pool, whose draft is always right."""
     steps: list[VerifiedStep] = []
     load, truth = DraftDescription.load_layers, [*ASKED.prompt_token_ids, *answer]
     monkeypatch.setattr(
@@ -71,8 +72,8 @@ def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedSte
 
 
 async def ask(client: AsyncBatonClient, seen: list[VerifiedStep]) -> list[int]:
-    """Its steps alone are in `seen`: pools and router try themselves out first, and have done so
-    when nothing runs."""
+    """Send a request when the cluster is idle, after its warm-up, so that `seen` has its steps
+    alone."""
     await client.complete(as_query(replace(ASKED, max_tokens=6)), timeout_s=60)
     await settled([client], 60)
     seen.clear()

@@ -77,7 +77,7 @@ class Side:
             agent.start()
 
     def forward(self, mode: ForwardMode, tokens: list[int], context_len: int) -> Tensor:
-        """Logits [1, vocab] after the last of `tokens`."""
+        """Return logits [1, vocab] after the last of `tokens`."""
         row = Row(
             1, tokens, context_len, self._pages, self._slot_id, SamplingRow(SamplingParams(), 0)
         )
@@ -97,7 +97,7 @@ class Side:
         return logits
 
     def decode(self, logits: Tensor) -> list[Tensor]:
-        """Greedy steps from the prompt's logits on."""
+        """Decode greedily from the prompt's logits on."""
         seen = [logits]
         for step in range(NUM_STEPS):
             seen.append(
@@ -144,7 +144,7 @@ def described(model: str) -> ModelDescription:
 
 @cache
 def reference(model: str) -> list[Tensor]:
-    """One process, one stage, no handoff."""
+    """Compute the output in one process and one stage, without a handoff."""
     with side("alone", model, 1, None, MemoryNetwork(), DEST_PAGES, DEST_SLOT) as alone:
         return alone.decode(alone.prefill())
 

@@ -173,7 +173,7 @@ async def test_s1_the_chain_of_several_layers_crosses_whole(
 
 
 def next_tree(drafter: Drafter, checkpoint: Path, first_token: int, num_nodes: int) -> TokenTree:
-    """What a draft proposes that has followed the whole prompt itself."""
+    """Return the proposal of a draft that has followed the whole prompt itself."""
     prompt, description = list(ASKED.prompt_token_ids), read_model(checkpoint)
     model = StageDriver(description, capture_layers=frozenset({description.facts.num_layers - 1}))
     features = model.run(model.batch(ForwardMode.PREFILL, {0: prompt}, draw=True)).aux_hidden

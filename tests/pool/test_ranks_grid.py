@@ -68,7 +68,7 @@ def described(model: str) -> ModelDescription:
 
 @cache
 def expected(model: str) -> list[list[SampledToken]]:
-    """Of one process."""
+    """Return the output of one process."""
     with local_pool(described(model)) as pool:
         return [answer.tokens for answer in pool.generate(requests())]
 
@@ -82,7 +82,7 @@ class Drafting:
     drafters: list[OracleDrafter] = field(default_factory=list)
 
     def build(self, num_pages: int) -> OracleDrafter:
-        """Keys of requests count from 1."""
+        """Build the pools; keys of requests count from 1."""
         truth = {
             key: [*request.prompt_token_ids, *(token.token_id for token in tokens)]
             for key, (request, tokens) in enumerate(

@@ -30,7 +30,7 @@ class Loads:
 
 
 async def no_cache() -> int:
-    """Pages of a flush where nothing is kept."""
+    """Return the pages of a flush without a cache."""
     return 0
 
 

@@ -34,7 +34,7 @@ def read(count: int) -> pb.PrefillScoresRead:
 
 
 async def taken(queue: SendQueue[pb.PrefillEvent]) -> list[int | str | None]:
-    """The positions of scores, and what else came; empty if nothing waits."""
+    """Return the positions of scores and the names of other events; empty if nothing is queued."""
     events = await queue.take() if len(queue) else []
     assert all(event.key == 5 for event in events)
     return [

@@ -111,7 +111,7 @@ class Rig(CacheRig[PrefillScheduler]):
         return batch
 
     def advance_states(self, batch: ForwardBatch) -> None:
-        """As a model with recurrent layers does, in the order in which batches are launched."""
+        """Advance states as recurrent layers do, in launch order of the batches."""
         if not self.scheduler.slots.num_total:
             return
         kept = self.scheduler.slots.ledger.kept_ids()
@@ -145,14 +145,14 @@ class Rig(CacheRig[PrefillScheduler]):
         )
 
     def run(self, *prompts: Prompt) -> None:
-        """Until these are computed."""
+        """Run until these are computed."""
         while not all(prompt.is_done for prompt in prompts):
             batch = self.launch()
             assert batch is not None
             self.answer(batch)
 
     def compute(self, *token_ids: int, **options: object) -> Prompt:
-        """From arrival to release."""
+        """Run a prompt from arrival to release."""
         prompt = self.submit(*token_ids, **options)  # type: ignore[arg-type]
         self.run(prompt)
         self.scheduler.release(prompt.key)

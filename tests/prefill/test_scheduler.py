@@ -78,7 +78,7 @@ def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
 
 
 def spans(batch: ForwardBatch) -> list[tuple[int, int, int]]:
-    """(key, from token, to token) per row."""
+    """Return (key, from token, to token) per row."""
     return [
         (key, start, start + count)
         for key, start, count in zip(
@@ -161,7 +161,7 @@ def test_the_most_urgent_starts_first_and_memory_is_leased_then() -> None:
 
 
 def long_beside(*, grid: int = 64, chunk_tokens: int = 512) -> tuple[PrefillScheduler, int]:
-    """A prompt of 100,000 tokens that has begun."""
+    """Start a prompt of 100,000 tokens."""
     scheduler = make(
         num_pages=100_000, chunk_tokens=chunk_tokens, grid=grid, max_running=16, max_queued=64
     )
@@ -490,7 +490,7 @@ def test_an_expired_prompt_is_never_computed() -> None:
 
 
 def at_a_hundred_tokens_per_s() -> PrefillScheduler:
-    """As a few prompts of 64 tokens have shown; eight at a time."""
+    """Train the estimate with a few prompts of 64 tokens, eight at a time."""
     scheduler = make(num_pages=1000, max_running=8, max_queued=8)
     assert isinstance(scheduler.clock, ManualClock)
     for _ in range(MIN_PROMPTS):

@@ -215,7 +215,7 @@ PrefillStream = Stream[pb.PrefillInput, pb.PrefillEvent]
 
 
 async def to_first_token(pools: SendingPool) -> tuple[PrefillStream, transfer_pb2.DestinationTerms]:
-    """A prompt that is computed, and what its destination would answer."""
+    """Compute a prompt; return its stream and the destination terms to send."""
     stream = prefill_call(pools.service.Serve).open(opening())
     async with asyncio.timeout(60):
         while stream.events.qsize() < 2:

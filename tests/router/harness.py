@@ -62,8 +62,8 @@ NO_GRACE = AdmissionLimits(pairless_grace_s=0.2)
 
 @cache
 def byte_level_tokenizer() -> Tokenizer:
-    """Byte-level BPE with some merges, a special token, and no normalizer, so that any text
-    survives a round trip."""
+    """Build a byte-level BPE with some merges, a special token and no normalizer, so that any text
+    round trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,7 +88,7 @@ def served_model() -> ServedModel:
 
 
 def write_model_dir(folder: Path) -> Path:
-    """What a router reads of a checkpoint."""
+    """Write the files of a checkpoint that a router reads."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Tiny"],
@@ -133,7 +133,7 @@ def token_request(
 
 
 def worker_info(role: WorkerRole, **changes: object) -> worker_pb2.WorkerInfo:
-    """A small worker of the tests' model."""
+    """Return the info of a small worker of the tests' model."""
     facts: dict[str, object] = {
         "role": role.value,
         "incarnation": "a",
@@ -194,7 +194,8 @@ class RouterHarness:
     async def failure(
         self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0
     ) -> BatonError:
-        """The error that a request ends with; it names no address of the cluster's inside."""
+        """Return the error of a failed request; check that it contains no address of the
+        cluster."""
         try:
             await self.ask(request, timeout_s)
         except BatonError as error:
@@ -205,7 +206,8 @@ class RouterHarness:
         return failure
 
     async def assert_nothing_left(self) -> None:
-        """Both worker streams of every request have ended and the router has forgotten them."""
+        """Check that both worker streams of every request have ended and the router has forgotten
+        them."""
         await eventually(
             lambda: not any(worker.open_requests for worker in self.workers),
             "streams at the workers",
@@ -220,7 +222,7 @@ class RouterHarness:
 
 
 def request_tasks() -> list[str]:
-    """Tasks that exist only while a request does: flows, searches, and gRPC's own request
+    """Return tasks that exist only during a request: flows, searches, and gRPC's request
     senders."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
     kinds = (

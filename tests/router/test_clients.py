@@ -31,7 +31,7 @@ PROMPT = [1, 2, 3]
 async def shared_router(
     folder: Path, *, salts_by_client: bool = False
 ) -> AsyncIterator[RouterHarness]:
-    """One whose pool draws slowly, for two clients."""
+    """Run a router with a slow pool for two clients."""
     (folder / "tokens").write_text(TOKENS)
     fabric, journal = Fabric(), Journal()
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
@@ -48,7 +48,7 @@ async def answered(
     request: generation_pb2.GenerateRequest,
     metadata: tuple[tuple[str, str], ...],
 ) -> types_pb2.FinishReason:
-    """How it finished. Raises the BatonError behind the status."""
+    """Return the finish reason; raise the BatonError of the status."""
     try:
         *_, last = [
             response

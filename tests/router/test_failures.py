@@ -56,7 +56,7 @@ def workers() -> Workers:
 
 
 def lost_streams(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """The workers that the log says were lost."""
+    """Return the workers that the log reports lost."""
     return {
         vars(record)["worker"] for record in caplog.records if record.getMessage() == "stream lost"
     }

@@ -32,7 +32,7 @@ def peak_mib(pid: int) -> float:
 
 @pytest.fixture
 async def router(tmp_path: Path) -> AsyncIterator[Announcement]:
-    """One that asks for tokens and has no workers."""
+    """Start a router that requires tokens and has no workers."""
     model, path, tokens = (
         write_model_dir(tmp_path / "model"),
         tmp_path / "router.json",
@@ -179,7 +179,7 @@ async def test_watches_of_health_are_bounded_and_probes_go_on(router: Announceme
 
 
 async def first_answer(call: Any) -> grpc.StatusCode | None:  # noqa: ANN401
-    """None if it is a message."""
+    """Return the status of the first response; None for a message."""
     try:
         await call.read()
     except grpc.aio.AioRpcError as error:

@@ -27,7 +27,7 @@ PATIENCE_S = 250.0  # more than anything here takes
 
 
 def workers() -> tuple[FakePrefill, FakeDecode]:
-    """The pool says that tokens come every 50 ms, and they do."""
+    """Return workers whose pool reports, and takes, 50 ms per token."""
     fabric, journal = Fabric(), Journal()
     prefill, decode = (
         FakePrefill("p", fabric, journal),
@@ -38,9 +38,11 @@ def workers() -> tuple[FakePrefill, FakeDecode]:
 
 
 async def outcome(router: RouterHarness, limit_s: float, priority: int = 0) -> BatonError | None:
-    """Of a request whose deadline at the router is `limit_s` from its arrival. The client itself
-    waits longer: on a machine that stands still its end of the call would be first to see the
-    deadline, and know no reason."""
+    """Return the outcome of a request with a deadline of `limit_s` at the router.
+
+    The client waits longer: on a stalled machine its own timeout would come first and hide the
+    reason.
+    """
     router.service._limits = replace(router.service._limits, max_request_s=limit_s)
     request = token_request(PROMPT, max_tokens=MAX_TOKENS, priority=priority)
     try:
@@ -53,8 +55,8 @@ async def outcome(router: RouterHarness, limit_s: float, priority: int = 0) -> B
 
 
 async def measured(router: RouterHarness) -> None:
-    """What serving takes is known from here on. Nobody waits for a turn meanwhile, however long one
-    takes."""
+    """Run requests that teach the router its service times. None waits in the queue, however slow
+    the machine is."""
     for _ in range(3):
         assert (
             await asyncio.gather(*(outcome(router, PATIENCE_S) for _ in range(PLACES)))

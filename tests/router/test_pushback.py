@@ -23,7 +23,7 @@ def pair() -> tuple[FakePrefill, FakeDecode]:
 async def refusal(
     router: RouterHarness, timeout_s: float = 60
 ) -> tuple[grpc.StatusCode, dict[str, Any], str | None]:
-    """Code, details and pushback trailer."""
+    """Return the code, details and pushback trailer."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         _ = [
             response

@@ -45,7 +45,8 @@ async def test_both_fill_the_same_pools_and_lose_no_request() -> None:
 
 
 def all_know_of(routers: tuple[RouterHarness, ...], count: int) -> bool:
-    """Whether the decode pools' last reports to each router show so many requests in all."""
+    """Return whether the decode pools' last reports to each router show this many requests in
+    all."""
     return all(
         count
         == sum(

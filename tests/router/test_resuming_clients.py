@@ -44,7 +44,7 @@ async def two_routers() -> AsyncIterator[tuple[RouterHarness, RouterHarness, Fak
 
 @asynccontextmanager
 async def client_of(*routers: RouterHarness, first: int = 0) -> AsyncIterator[AsyncBatonClient]:
-    """Which begins with router `first`."""
+    """Return a client that begins with router `first`."""
     async with AsyncBatonClient(*(router.address for router in routers)) as client:
         while next_of(client._turns) != first:
             client._turns.next()
@@ -68,7 +68,7 @@ _HELD: list[
 
 
 async def ended(router: RouterHarness) -> None:
-    """Without a word, as a process that is killed."""
+    """End a router without a message, as a killed process does."""
     await router.server.grpc.stop(grace=None)
     host, _, port = router.address.rpartition(":")
     held = socket.socket()
@@ -81,7 +81,7 @@ async def ended(router: RouterHarness) -> None:
 async def told(
     client: AsyncBatonClient, query: Query, router: RouterHarness, after: int
 ) -> list[Event]:
-    """All events; the router goes away when the client has got so many."""
+    """Return all events; the router goes away once the client has this many."""
     events: list[Event] = []
     if after == 0:
         await ended(router)
@@ -93,7 +93,7 @@ async def told(
 
 
 def content(events: list[Event]) -> list[object]:
-    """What came with the prompt and with the tokens, however many of these a chunk has."""
+    """Return the contents of prompt and tokens, independent of chunk sizes."""
     chunks = [event for event in events if isinstance(event, Chunk)]
     return [
         [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None],
@@ -187,7 +187,7 @@ async def test_a_draining_router_hands_its_streams_over() -> None:
 
 
 async def _refusal(client: AsyncBatonClient) -> Exception:
-    """Of an answer that has begun, by a client who gives up then."""
+    """Return the error of a started response whose client then gives up."""
     try:
         await client.complete(QUERY, timeout_s=60)
     except UnavailableError as error:

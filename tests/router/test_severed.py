@@ -18,7 +18,7 @@ NUM_REQUESTS = 5
 
 
 def cut(source: FakePrefill, pool: FakeDecode) -> None:
-    """What this source sends to this pool does not arrive."""
+    """Drop all bytes that this source sends to this pool."""
 
     async def fail(request: types_pb2.EngineRequest) -> None:
         if request.request_id in pool.open_requests:

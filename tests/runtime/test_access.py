@@ -31,7 +31,7 @@ ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
 
 
 def declared_methods() -> set[str]:
-    """Full names of every RPC of every .proto file."""
+    """Return the full names of every RPC of every .proto file."""
     found = set()
     for path in PROTOS.rglob("*.proto"):
         text = re.sub(r"//[^\n]*", "", path.read_text())

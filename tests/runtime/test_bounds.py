@@ -258,7 +258,7 @@ async def test_connections_of_a_server_are_bounded() -> None:
 
 
 async def pinged(address: str, pause_s: float, count: int, *, ends_within_s: float) -> bool:
-    """Whether the connection lives that long after so many pings."""
+    """Return whether the connection survives that long after this many pings."""
     async with raw_connection(address) as connection:
         try:
             for _ in range(count):

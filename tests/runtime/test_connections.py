@@ -102,7 +102,7 @@ def door() -> Iterator[str]:
 async def held(
     address: str, count: int, *, greets: bool = False
 ) -> AsyncIterator[list[RawConnection]]:
-    """So many connections of a stranger, who says nothing, or no more than a greeting."""
+    """Open this many connections of a stranger, which send nothing or only a greeting."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(raw_connection(address, greets=greets, source=STRANGER))

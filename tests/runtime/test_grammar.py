@@ -40,8 +40,8 @@ def grammars(tmp_path: Path) -> Iterator[Grammars]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy core the limits of waiting come before those of computing. Tests of them bring
-    their own."""
+    """Lengthen waiting timeouts, which a busy core reaches before those of computing. Tests of them
+    set their own."""
     monkeypatch.setattr(process, "ANSWER_S", LONG_S)
     monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
     monkeypatch.setattr(turns, "WAIT_S", LONG_S)
@@ -49,8 +49,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ample_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast core computes a product of automata beyond the limit of memory before it comes to the
-    limit of time."""
+    """Raise the memory limit, which a fast core reaches before the time limit."""
     monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)
 
 

@@ -30,7 +30,7 @@ class Compiler:
             await asyncio.sleep(0)
 
     async def end(self) -> None:
-        """What is under way, and what waits for it."""
+        """End the running compilation and those queued for it."""
         for _ in self.tasks:
             self.may_end.release()
         async with asyncio.timeout(30):

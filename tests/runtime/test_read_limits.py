@@ -187,7 +187,7 @@ COUNTED = MessageBounds(16 << 20, uncounted_bytes=0)
 
 
 def chat(num_messages: int) -> bytes:
-    """One field, and one for each message: nothing in them."""
+    """Encode one field, and an empty one for each message."""
     return pb.GenerateRequest(
         chat=pb.ChatMessages(messages=[pb.ChatMessage()] * num_messages)
     ).SerializeToString()

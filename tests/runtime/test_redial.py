@@ -36,7 +36,7 @@ def names() -> Iterator[NameServer]:
 
 @asynccontextmanager
 async def echo_at(host: str, port: int = 0) -> AsyncIterator[int]:
-    """A server; yields its port."""
+    """Run a server; yield its port."""
     server, address = await serve_echo(EchoGeneration(), listen=f"{host}:{port}")
     try:
         yield parse_address(address).port
@@ -45,14 +45,14 @@ async def echo_at(host: str, port: int = 0) -> AsyncIterator[int]:
 
 
 def target(names: NameServer, port: int) -> str:
-    """The name, to be looked up at this server."""
+    """Return the name as a target resolved by this server."""
     return f"dns://{names.address}/{NAME}:{port}"
 
 
 @asynccontextmanager
 async def asking(kind: str, names: NameServer, port: int) -> AsyncIterator[Ask]:
-    """What asks the peer over one channel of this kind, as `runtime.rpc.client` makes it for a
-    name."""
+    """Yield a function that calls the peer over one channel of this kind, as `runtime.rpc.client`
+    makes it for a name."""
     where, options = target(names, port), ChannelOptions().as_grpc()
     if kind == "asyncio":
         async with RedialingChannel(

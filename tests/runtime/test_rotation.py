@@ -34,7 +34,7 @@ class Rotation:
         write(self.client, self.old.pem, self.old.issue("router"))
 
     def stores(self) -> tuple[CertificateStore, CertificateStore]:
-        """Of server and client."""
+        """Return the stores of server and client."""
         server, client = (
             CertificateStore(TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem"))
             for folder in (self.server, self.client)
@@ -42,7 +42,7 @@ class Rotation:
         return server, client
 
     def steps(self) -> Iterator[None]:
-        """As the documentation says: trust both, change the certificates, trust the new one
+        """Yield the documented steps: trust both, change the certificates, trust the new one
         only."""
         both = self.old.pem + self.new.pem
         (self.server / "ca.pem").write_bytes(both)
@@ -58,7 +58,7 @@ class Rotation:
 
 
 async def served_serial(address: str) -> int:
-    """Of the certificate that new connections see."""
+    """Return the serial of the certificate that new connections see."""
     host, port = address.split(":")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

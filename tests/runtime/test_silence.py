@@ -17,7 +17,7 @@ from tests.support.router.generation import EchoGeneration, serve_echo
 
 @pytest.fixture(autouse=True)
 def patient_connections() -> None:
-    """Not here: how long they wait is what is tested."""
+    """Keep the default timeouts, which are tested here."""
 
 
 async def test_silent_peer_is_given_up_by_both_sides() -> None:

@@ -44,7 +44,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
 
 
 def vocabulary(folder: Path) -> Path:
-    """The files of GPT-2's kind of tokenizer: letters, and one merge."""
+    """Write the files of a GPT-2 tokenizer: letters and one merge."""
     folder.mkdir()
     words = {
         word: place
@@ -82,7 +82,7 @@ def test_a_tokenizer_is_built_from_its_files_without_writing_any(tmp_path: Path)
 
 
 def sentencepiece_vocabulary(folder: Path) -> Path:
-    """A tokenizer.model as Llama 2 and Mistral have it: pairs merged, bytes for the rest."""
+    """Write a tokenizer.model like Llama 2's and Mistral's: merged pairs and bytes for the rest."""
     import sentencepiece  # published without types, and no other test needs it
 
     folder.mkdir()

@@ -24,7 +24,7 @@ from tests.support.network.door import serving
 
 
 async def problem(address: str, security: ChannelSecurity = PLAIN_CHANNEL) -> str:
-    """What a call to `address` ends with, without the address."""
+    """Return the error of a call to `address`, without the address."""
     async with open_channel(address, ChannelOptions(connect_s=0.5), security=security) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await generation_pb2_grpc.GenerationStub(channel).GetModelInfo(

@@ -27,7 +27,7 @@ class Coming:
 def generated_in_spans(
     costs: DecodeCosts, coming: list[Coming], page_size: int = 16
 ) -> dict[int, float]:
-    """When each got its last token."""
+    """Return the time of each request's last token."""
     pool, now_s, ended, left = (
         DecodePool(costs, page_size, CLOCK),
         0.0,
@@ -49,7 +49,8 @@ def generated_in_spans(
 
 
 def generated_in_rounds(costs: DecodeCosts, coming: list[Coming]) -> dict[int, float]:
-    """The same by the plainest way: who is there when a round begins takes part in it."""
+    """Compute the same by the simplest way: a request takes part in each round that begins after
+    its arrival."""
     rows, now_s, ended, left = (
         dict[int, list[int]](),
         0.0,

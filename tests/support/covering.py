@@ -9,7 +9,7 @@ Pair = tuple[int, object, int, object]  # a value of each of two factors
 
 
 def pairs_of(point: Point) -> Iterator[Pair]:
-    """All that a point has together."""
+    """Return all pairs of values of a point."""
     return ((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(point), 2))
 
 
@@ -22,9 +22,11 @@ def all_pairs(factors: Sequence[Sequence[object]]) -> set[Pair]:
 
 
 def covering(factors: Sequence[Sequence[object]], *, at_least: int) -> list[Point]:
-    """Points, a value of each factor, in which any two values of different factors are somewhere
-    together, and more if these are too few. Each is, of some random ones, the one that has most
-    pairs which none before it has; always the same."""
+    """Return points in which any two values of different factors occur together somewhere.
+
+    More are added if these are too few. Each point is, of some random ones, the one with most new
+    pairs; the result is always the same.
+    """
     rng, missing, found = (
         random.Random(1),
         sorted(all_pairs(factors), key=repr),

@@ -48,7 +48,7 @@ class Pair:
 
 
 def pattern(num_bytes: int, seed: int = 1) -> memoryview:
-    """Bytes that differ by position and seed."""
+    """Return bytes that differ by position and seed."""
     block = bytes((seed * 31 + i * 7) % 251 for i in range(min(num_bytes, 4099)))
     return memoryview(bytearray((block * (num_bytes // max(1, len(block)) + 1))[:num_bytes]))
 

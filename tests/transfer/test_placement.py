@@ -40,8 +40,8 @@ def _plain(num_layers: int) -> tuple[CacheSpec, ...]:
 
 
 def _hybrid(num_layers: int) -> tuple[CacheSpec, ...]:
-    """Every fourth layer attends: on four stages of four layers, three have no page and one no
-    slot."""
+    """Return specs in which every fourth layer attends: on four stages of four layers, three have
+    no page and one no slot."""
     specs: list[CacheSpec] = []
     for layer_id in range(num_layers):
         if layer_id % 4 == 3:
@@ -53,8 +53,8 @@ def _hybrid(num_layers: int) -> tuple[CacheSpec, ...]:
 
 
 def _selecting(num_layers: int) -> tuple[CacheSpec, ...]:
-    """Latents on every layer, index keys where a layer chooses for itself: frequency 4, offset
-    3."""
+    """Return specs with latents on every layer and index keys on layers that choose: frequency 4,
+    offset 3."""
     specs = []
     for layer_id in range(num_layers):
         specs.append(CacheSpec(layer_id, CacheKind.LATENT, (PAGE_SIZE, 24), "bfloat16", 2))
@@ -72,13 +72,13 @@ MODELS = {
 
 
 def stamp(spec: CacheSpec, index: int) -> bytes:
-    """What record `index` of the source holds."""
+    """Return the content of record `index` of the source."""
     seed = hashlib.blake2b(f"{spec.layer_id} {spec.kind} {index}".encode(), digest_size=32).digest()
     return (seed * (spec.record_bytes // len(seed) + 1))[: spec.record_bytes]
 
 
 def blank(spec: CacheSpec, index: int) -> bytes:
-    """What record `index` of the destination holds before."""
+    """Return the initial content of record `index` of the destination."""
     return bytes([UNTOUCHED]) * spec.record_bytes
 
 
@@ -133,7 +133,7 @@ def wait_all(stages: Sequence[StageOfPools], state: StageSessionState) -> list[S
 def hand_over(
     source: list[StageOfPools], dest: list[StageOfPools], specs: tuple[CacheSpec, ...]
 ) -> None:
-    """One whole session, with the prompt computed in chunks of two pages."""
+    """Run one whole session, with the prompt computed in chunks of two pages."""
     terms = SourceTerms(
         "c",
         "text",
@@ -178,8 +178,8 @@ def hand_over(
 
 
 def assert_placed(dest: list[StageOfPools]) -> None:
-    """Every record of the request holds the stamp of its own layer and of the source index it
-    belongs to; every other record is as it was."""
+    """Check that every record of the request has the stamp of its layer and source index, and that
+    every other record is unchanged."""
     for stage in dest:
         for spec in stage.pools.geometry.local_specs():
             arrived = (
@@ -220,7 +220,7 @@ def ranges(specs: Sequence[CacheSpec], size: int, partition: str | None = None) 
 
 
 def front_heavy(num_layers: int, size: int) -> str:
-    """As uneven as can be: all stages but the first have one layer."""
+    """Split as unevenly as possible: all stages but the first have one layer."""
     return ",".join([str(num_layers - size + 1), *["1"] * (size - 1)])
 
 

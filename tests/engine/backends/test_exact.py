@@ -63,7 +63,7 @@ def stepped(
     *,
     num_tokens: int = NUM_TOKENS,
 ) -> Tensor:
-    """The whole prompt's first tokens at once, then some one by one, with nobody beside them."""
+    """Run the first tokens of the prompt at once and some one by one, without other rows."""
     prompt, backend = prompt_of(geometry, dtype, num_tokens=num_tokens), backend_of(geometry, dtype)
     feed(backend, ForwardMode.PREFILL, (prompt, prefill))
     for _ in range(steps):

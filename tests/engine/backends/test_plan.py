@@ -62,7 +62,7 @@ def pad(batch: ForwardBatch, *, with_token_ids: bool = True) -> None:
 
 
 def forward(backend: CpuAttention, batch: ForwardBatch) -> list[Tensor]:
-    """What every forward path does: ask the one question, then run all layers."""
+    """Run a forward as every path does: check the plan, then run all layers."""
     if batch.needs_forward_metadata_init():
         backend.plan(batch)
     q, k, v = draw(3)
@@ -71,7 +71,7 @@ def forward(backend: CpuAttention, batch: ForwardBatch) -> list[Tensor]:
 
 
 def content(batch: ForwardBatch) -> list[object]:
-    """Every number of the plan, copied."""
+    """Copy every number of the plan."""
     plan = batch.forward_metadata_plan
     assert isinstance(plan, AttentionPlan)
     values = [getattr(plan, f.name) for f in fields(plan)]

@@ -88,7 +88,7 @@ def test_decode_may_start_a_request() -> None:
 
 
 def run_alone(num_tokens: int, steps: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole prompt at once, then single steps: the bits every other way must reproduce."""
+    """Run the whole prompt at once, then single steps: the reference bits."""
     recurrent, conv, state = backend()
     tokens = Tokens(num_tokens + steps, seed=seed, slot=1)
     feed(recurrent, ForwardMode.PREFILL, (tokens, num_tokens))

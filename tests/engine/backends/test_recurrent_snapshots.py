@@ -38,8 +38,8 @@ class Rig:
         self.recurrent = SnapshotRecurrent(CpuRecurrent(**pools, numerics=Numerics.EXACT), **pools)
 
     def run(self, *parts: tuple[Tokens, int, StateRow]) -> list[tuple[Tensor, Tensor]]:
-        """One prefill batch of so many tokens of each; its convolved channels and its outputs, by
-        row."""
+        """Run one prefill batch with this many tokens of each; return its convolved channels and
+        outputs by row."""
         batch = make_batch(
             ForwardMode.PREFILL, [Row(count, each.fed, slot=each.slot) for each, count, _ in parts]
         )
@@ -64,8 +64,8 @@ class Rig:
 
 
 def alone(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Convolved channels, outputs, and both states after the first tokens of a prompt, read in one
-    piece."""
+    """Return convolved channels, outputs and both states after the first tokens of a prompt, run in
+    one chunk."""
     rig, tokens = Rig(), Tokens(400, seed=seed, slot=1)
     ((conv, out),) = rig.run((tokens, num_tokens, StateRow()))
     return conv, out, rig.conv[1], rig.state[1]

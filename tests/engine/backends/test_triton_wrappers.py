@@ -22,12 +22,12 @@ def int32(*values: int) -> Tensor:
 
 
 def paging() -> tuple[Tensor, Tensor, Tensor]:
-    """indptr, indices and last_page_len of the three rows."""
+    """Return indptr, indices and last_page_len of the three rows."""
     return int32(0, 3, 4, 14), int32(*PAGES), int32(1, 4, 2)
 
 
 def tensors(num_tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Queries, and pages whose unwritten places are NaN."""
+    """Return queries, and pages whose unwritten places are NaN."""
     generator = torch.Generator().manual_seed(dim)
     cache = torch.randn(NUM_PAGES, 2, KV_HEADS, PAGE, dim, generator=generator)
     cache[11, :, :, 1:] = float(

@@ -35,7 +35,7 @@ NO_MARK = {  # the names by which a mark is asked for, and what they say without
 def build(
     lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode.PREFILL
 ) -> ForwardBatch:
-    """A batch whose every number tells which row and token it belongs to."""
+    """Build a batch whose every number encodes its row and token."""
     rows = [first_id + row for row in range(len(lens))]
     return ForwardBatch(
         mode=mode,
@@ -70,7 +70,7 @@ def decode(num_rows: int) -> ForwardBatch:
 
 
 def reshape(batch: ForwardBatch, *, num_rows: int, num_tokens: int) -> None:
-    """What padding does: the same object with other shapes."""
+    """Change the shapes of the same object, as padding does."""
     batch.request_keys = tuple(range(num_rows))
     batch.token_ids = torch.zeros(num_tokens, dtype=torch.long)
 
@@ -218,7 +218,7 @@ def test_s1_6_fields_follow_their_rule(name: str) -> None:
 
 
 def rows_of(batch: ForwardBatch) -> list[tuple[object, ...]]:
-    """Row by row, everything that belongs to a row."""
+    """Return all values of each row, row by row."""
     rows: list[tuple[object, ...]] = []
     start = 0
     for row in range(batch.num_rows):

@@ -56,7 +56,8 @@ def test_silu_of_nothing() -> None:
 
 @pytest.fixture
 def made_current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The indices that torch, which refuses a device without one, hands to the driver."""
+    """Record the device indices that torch, which refuses a missing device, passes to the
+    driver."""
     indices = list[int]()
     monkeypatch.setattr(torch._C, "_cuda_setDevice", indices.append, raising=False)
     return indices

@@ -140,7 +140,8 @@ class Twins:
         parents: dict[int, tuple[int, ...]] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """One batch through both, every second one planned ahead; verified nodes do not stay."""
+        """Run one batch through both, every second one planned ahead; verified nodes are
+        dropped."""
         batch = self.sequences.batch(mode, counts, parents=parents, silent=silent)
         outputs = []
         self.num_steps += 1
@@ -171,7 +172,7 @@ class Twins:
         self.step(ForwardMode.DECODE, dict.fromkeys(rows, 1))
 
     def counts(self) -> tuple[int, int]:
-        """Recordings and replays."""
+        """Return the number of recordings and replays."""
         steps = [stage.steps for stage in self.recorded]
         return sum(each.num_recorded for each in steps), sum(each.num_replays for each in steps)
 

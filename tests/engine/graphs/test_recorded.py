@@ -33,7 +33,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def replayed(function: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """What a recording made with `first` gives for `second`."""
+    """Return the result for `second` of a recording made with `first`."""
     x, results = first.clone(), list[Tensor]()
     recording = record(lambda: results.append(function(x)), Arena())
     assert torch.equal(results[0], function(first))

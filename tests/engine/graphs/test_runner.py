@@ -269,7 +269,7 @@ def test_random_batches_are_the_same_captured_and_eager(data: st.DataObject) -> 
 
 @functools.cache
 def random_twins() -> Twins:
-    """Kept over all examples, so that each finds what the earlier ones left."""
+    """Build twins that all examples share, so that each meets leftovers of earlier ones."""
     buckets = (*decode_buckets(MAX_ROWS), *verify_buckets(MAX_ROWS, NODES, is_masked=True))
     return prefilled(Twins({**LLAMA, "num_hidden_layers": 2}, buckets=buckets), 3, 15, 16, 1)
 

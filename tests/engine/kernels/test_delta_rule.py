@@ -35,7 +35,7 @@ def own_number_of_threads() -> Iterator[None]:
 
 
 def draw(count: int, shape: Shape, dtype: torch.dtype, *, seed: int = 1) -> DeltaInputs:
-    """Parts of wider tokens, as a projection gives them."""
+    """Return slices of wider tokens, as a projection gives them."""
     generator = torch.Generator().manual_seed(seed)
     k_heads, v_heads, key_dim, value_dim, num_decays = shape
     widths = [k_heads * key_dim, k_heads * key_dim, v_heads * value_dim]
@@ -80,7 +80,7 @@ def states(shape: Shape, num_slots: int = 4) -> Tensor:
 
 
 def definition(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Outputs and the last state, in fp64."""
+    """Return outputs and the last state, in fp64."""
     q, k, v = inputs.q.double(), inputs.k.double(), inputs.v.double()
     share, key_dim = v.shape[1] // q.shape[1], q.shape[2]
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -97,7 +97,7 @@ def definition(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def stepped(inputs: DeltaInputs, pool: Tensor, slot: int, *, is_new: bool) -> Tensor:
-    """Token by token."""
+    """Run token by token."""
     outs = []
     for token in range(len(inputs.v)):
         rows = rows_of([1], [slot], [int(is_new and token == 0)])

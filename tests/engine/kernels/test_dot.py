@@ -24,7 +24,7 @@ def multiplied(
     widened: bool | None = None,
     start: Tensor | None = None,
 ) -> Tensor:
-    """x [rows, K], w [blocks * 16, K], packed here in torch."""
+    """Multiply x [rows, K] by w [blocks * 16, K], packed here in torch."""
     loop = dot_block(len(x), len(w) // 16, form, adds=adds, widened=widened)
 
     def call(x: int, x_row: int, w: int, w_block: int, y: int, y_row: int, steps: int) -> None:
@@ -51,9 +51,11 @@ def multiplied(
 
 
 def in_order(x: Tensor, w: Tensor, start: Tensor, *, pairs: bool) -> Tensor:
-    """Terms one after the other, of a pair the second first. In double precision each product is
-    exact, and one rounding to fp32 after each addition is a fused multiply-add's, but where two
-    roundings meet."""
+    """Add terms one after the other, of a pair the second first.
+
+    In double precision each product is exact, and one rounding to fp32 after each addition is a
+    fused multiply-add's, except for double rounding.
+    """
     order = [k ^ 1 if pairs else k for k in range(x.shape[1])]
     total = start.clone()
     for k in order:

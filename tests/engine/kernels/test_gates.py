@@ -12,7 +12,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def wide_values(*shape: int) -> Tensor:
-    """Of all sizes that a product may have."""
+    """Return values of all magnitudes that a product may have."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator) * 10.0 ** (
         torch.rand(shape, generator=generator) * 5 - 3

@@ -35,7 +35,7 @@ SHAPES = [(1, 8), (3, 1024), (40, 100), (1, 3, 24), (33, 5, 128), (0, 2, 16)]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The middle columns of a wider tensor: tokens that are dense, but not next to each other."""
+    """Return the middle columns of a wider tensor: dense tokens that are not contiguous."""
     generator = torch.Generator().manual_seed(len(shape))
     width = torch.Size(shape[1:]).numel()
     return (
@@ -46,7 +46,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def within_a_step(actual: Tensor, expected: Tensor) -> None:
-    """At most one step of the type away from the exact value."""
+    """Check for at most one step of the type from the exact value."""
     spacing = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), expected, rtol=2.1 * spacing, atol=1e-6)
 

@@ -29,8 +29,8 @@ def own_number_of_threads() -> Iterator[None]:
 
 
 def rows_of(contexts: list[int], counts: list[int], page_size: int) -> LatentRows:
-    """Rows on pages of their own, in descending order, page 0 left out; each token sees its row up
-    to itself."""
+    """Return rows on their own pages, in descending order without page 0; each token sees its row
+    up to itself."""
     width = (
         max(
             -(-(context + count) // page_size)
@@ -63,7 +63,7 @@ def with_list(rows: LatentRows, num_common: Tensor, listed: Tensor) -> LatentRow
 def filled(
     rows: LatentRows, counts: list[int], page_size: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
-    """Pages of NaN with the rows' keys in them, and the keys by row."""
+    """Return pages of NaN with the rows' keys in them, and the keys by row."""
     pages = torch.full((rows.tables.numel() + 1, page_size, dim), math.nan, dtype=dtype)
     keys = []
     for row, (table, context, count) in enumerate(

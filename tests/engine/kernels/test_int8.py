@@ -25,8 +25,8 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
 
 
 def coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of the eighths of each row: [M, 8, terms] fp64, [M, 8] fp32. A product of
-    two fp32 is exact."""
+    """Return codes and scales of the eighths of each row: [M, 8, terms] fp64, [M, 8] fp32. A
+    product of two fp32 is exact in fp64."""
     own = -(-x.shape[1] // 16) * 2  # pairs of terms
     parts = F.pad(x.float(), (0, 8 * own - x.shape[1])).view(-1, 8, own)
     highest = parts.abs().amax(-1) if own else torch.zeros(parts.shape[:2])

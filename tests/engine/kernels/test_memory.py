@@ -16,7 +16,7 @@ from tests.support.kernels import kernel_bits
 
 
 def print_bits() -> None:
-    """A child's part: digests of what every kernel computes."""
+    """Print digests of the result of every kernel, in the child process."""
     kernel_bits.main(["small", "large"])
     team = Team()
     outputs = []

@@ -46,7 +46,7 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
 
 
 def near(actual: Tensor, expected: Tensor, num_terms: int) -> None:
-    """One step of the result's type, and of every sum's fp32."""
+    """Return a tolerance of one step of the result's type and of every sum's fp32."""
     bound = 2.0**-8 if actual.dtype is torch.bfloat16 else 2.0**-22
     torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=2.0**-22 * num_terms)
 

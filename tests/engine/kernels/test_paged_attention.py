@@ -78,7 +78,7 @@ def rows_of(
     tile: int = 5,
     window: int = NO_WINDOW,
 ) -> RowsInPlace:
-    """Rows on pages of their own, in descending order, page 0 left out."""
+    """Return rows on their own pages, in descending order without page 0."""
     width = (
         max(
             -(-(context + count) // page_size)
@@ -114,7 +114,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def filled(pages: Tensor, table: Tensor, cached: Tensor, begin: int = 0) -> None:
-    """`cached` [2, num_kv_heads, keys, D] goes into the row's pages, from key `begin` on."""
+    """Write `cached` [2, num_kv_heads, keys, D] into the row's pages, from key `begin` on."""
     for key in range(begin, cached.shape[2]):
         pages[table[key // pages.shape[3]], :, :, key % pages.shape[3]] = cached[:, :, key]
 
@@ -122,8 +122,8 @@ def filled(pages: Tensor, table: Tensor, cached: Tensor, begin: int = 0) -> None
 def truth(
     queries: Tensor, cached: Tensor, context: int, scale: float, window: int = NO_WINDOW
 ) -> Tensor:
-    """Softmax attention in fp64. queries: [n, heads, D], of which the first sees context + 1 keys,
-    or window + 1."""
+    """Compute softmax attention in fp64. queries: [n, heads, D], of which the first sees context +
+    1 keys, or window + 1."""
     keys, values = cached.double().repeat_interleave(queries.shape[1] // cached.shape[1], 1)
     scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * scale
     ahead = torch.arange(scores.shape[2]) - context - torch.arange(len(queries))[:, None]
@@ -241,7 +241,7 @@ def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(
 
 
 def through_paths(plan: RowsInPlace, contexts: list[int], page_size: int) -> RowsInPlace:
-    """The same keys, but new tokens' are named by paths, as those of trees are."""
+    """Return the same plan with new keys named by paths, as those of trees are."""
     paths = torch.zeros(len(plan.positions), plan.longest_tile, dtype=torch.long)
     for row, first, count in plan.tiles.tolist():
         keys = torch.arange(contexts[row], contexts[row] + count)

@@ -50,7 +50,7 @@ MISSING, LOCKED, THERE = KernelMissingError(), KernelLockedError(), None
 
 
 def scripted(name: str, calls: list[str], *outcomes: Exception | None) -> Kernel:
-    """What happens at each call; the name goes to `calls`."""
+    """Return a kernel with the given result for each call, which appends its name to `calls`."""
     left = iter(outcomes)
 
     def load() -> None:
@@ -79,8 +79,7 @@ class FakeHelper:
 
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Kernel], int, int], list[str]]:
-    """`helpers(all kernels, cores, free bytes)`: what becomes of the helpers, as `FakeHelper`
-    tells."""
+    """Return `helpers(all kernels, cores, free bytes)`, which yields the log of `FakeHelper`."""
 
     def prepared(every: Sequence[Kernel], num_cores: int, free: int) -> list[str]:
         FakeHelper.log = []

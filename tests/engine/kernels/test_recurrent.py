@@ -124,7 +124,7 @@ def verify(recurrent: DeviceRecurrent, prompt: Tokens, context: int) -> tuple[Te
 
 
 def along(prompt: Tokens, context: int, path: tuple[int, ...]) -> Tokens:
-    """The prompt, then the nodes of a path."""
+    """Return the prompt followed by the nodes of a path."""
     order = [*range(context), *(context + node for node in path)]
     tokens = Tokens(len(order), seed=0, slot=prompt.slot)
     q, k, v, g, beta = (part[order] for part in prompt.inputs)

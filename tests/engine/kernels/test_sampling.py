@@ -34,7 +34,7 @@ RULES = [
 
 
 def drawn(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
-    """By the kernel, at position 7."""
+    """Sample by the kernel at position 7."""
     rows = [
         (
             params.temperature,

@@ -24,7 +24,7 @@ NUM_PAGES = 14
 
 
 def num_runs(ids: Iterable[int]) -> int:
-    """Stretches of consecutive ids, as a transfer sees them."""
+    """Count the runs of consecutive ids, as a transfer sees them."""
     return 1 + sum(after != before + 1 for before, after in itertools.pairwise(ids))
 
 

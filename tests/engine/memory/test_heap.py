@@ -31,8 +31,11 @@ thread.join()
 
 
 def faults_of_a_step(*arguments: str) -> int:
-    """With huge pages, as workers run. The median of the last of many steps: the heap takes twenty
-    to come to its size, and where memory goes back, some find what they need where they left it."""
+    """Return the median page faults of the last steps, with huge pages as workers use.
+
+    The heap takes twenty steps to reach its size. If memory is returned, some steps still find
+    their pages in place.
+    """
     child = subprocess.run(
         [sys.executable, "-c", STEPS, *arguments],
         check=True,

@@ -18,7 +18,7 @@ KINDS = [CacheKind.KV, CacheKind.CONV, CacheKind.STATE]
 
 
 def hybrid_specs(num_layers: int, interval: int, dtype: str = "bfloat16") -> tuple[CacheSpec, ...]:
-    """Every `interval`-th layer attends, the others are recurrent."""
+    """Return specs in which every `interval`-th layer attends and the others are recurrent."""
     item_bytes = 2 if dtype == "bfloat16" else 4
     specs: list[CacheSpec] = []
     for layer_id in range(num_layers):
@@ -36,7 +36,7 @@ def build(layers: LayerRange, *, dtype: str = "bfloat16", poison: bool = False) 
 
 
 def raw(tensor: Tensor) -> bytes:
-    """The bytes as they lie in memory, through integers of the same width."""
+    """Return the bytes in memory order, as integers of the same width."""
     same_width = torch.int16 if tensor.element_size() == 2 else torch.int32
     return tensor.contiguous().view(same_width).numpy().tobytes()
 

@@ -32,7 +32,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.names = itertools.count()
 
     def evict(self, count: int) -> Collection[int]:
-        """Whatever the ledger says of who holds what, the model decides."""
+        """Evict by the model's choice, independent of the ledger."""
         victims = [
             page for page in self.cache if page not in self.leased and page not in self.asked
         ][:count]
@@ -69,7 +69,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(lease=leases, count=st.integers(1, 3))
     def keep(self, lease: PageLease | None, count: int) -> None:
-        """The request's next pages are final."""
+        """Mark the request's next pages as final."""
         if lease is None or lease.ended:
             return
         ready = [page for page in self.held[lease][1] if page not in self.cache][:count]
@@ -135,7 +135,7 @@ TestSharingMachine.settings = settings(max_examples=80, stateful_step_count=40, 
 
 
 def kept(pages: PageAllocator, count: int) -> list[int]:
-    """Pages of a request that is over."""
+    """Return cached pages of a finished request."""
     with pages.alloc(count, owner="computed") as lease:
         pages.ledger.keep(lease.page_ids)
         return lease.page_ids

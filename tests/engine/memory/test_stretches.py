@@ -24,7 +24,7 @@ WIDTHS = [(source, dest) for source, dest in product((1, 2, 4, 8), repeat=2)]
 
 
 def kept(record: np.ndarray, spec: CacheSpec, rank: TensorRank) -> np.ndarray:
-    """A rank's part of a whole record, by indexing."""
+    """Return a rank's part of a whole record, by indexing."""
     if spec.split_axis is None:
         return record
     starts = np.cumsum([0, *spec.blocks[:-1]])

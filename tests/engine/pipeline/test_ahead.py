@@ -31,7 +31,7 @@ WAIT_S = 30.0
 
 
 def step(*rows: tuple[int, int], draws: bool = True) -> ForwardBatch:
-    """Of (key, token)."""
+    """Build a batch of (key, token) rows."""
     return build_batch(
         ForwardMode.DECODE,
         [Row(key, [token], 5, [1 + key], 0, DRAWS if draws else None) for key, token in rows],

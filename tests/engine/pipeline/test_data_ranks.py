@@ -32,7 +32,7 @@ REQUEST = Request("r", (1, 2, 3), 5)
 
 
 def batch(mode: ForwardMode, *lengths: int) -> ForwardBatch:
-    """A row of each length, of which all but those of PREBUILT draw."""
+    """Build a batch with a row of each length; all but PREBUILT ones sample."""
     sampling = None if mode is ForwardMode.PREBUILT else sampling_row(REQUEST, ())
     return build_batch(
         mode,
@@ -52,7 +52,7 @@ def own(kind: str) -> ForwardBatch | None:
 
 
 def shown(step: RankBatches) -> list[str]:
-    """Each rank's mode, with a + where a PREBUILT one has an inner idle batch."""
+    """Return each rank's mode, with a + if a PREBUILT one has an inner idle batch."""
     return [
         "-" if each is None else each.mode + "+" * (each.inner_idle is not None) for each in step
     ]
@@ -272,7 +272,7 @@ def test_s3_7_graphs_are_refused_if_ranks_share_a_stage() -> None:
 
 
 def ranks_of(size: int, data_size: int) -> list[StageRanks]:
-    """Of a pool of one stage."""
+    """Build the ranks of a pool of one stage."""
     channels = [TensorChannel(frames, max_bytes=1 << 26) for frames in InProcessChannel.pool(size)]
     found = [StageRanks(TensorRank(rank, size, data_size)) for rank in range(size)]
     for ranks, channel in zip(found, channels, strict=True):

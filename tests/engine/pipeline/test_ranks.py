@@ -29,7 +29,7 @@ class GroupMaker(Protocol):
 
 @pytest.fixture(params=["frames", "memory"])
 def ranks_of(request: pytest.FixtureRequest) -> Iterator[GroupMaker]:
-    """Of stage 1 of a pool of two, which exchange by frames or by memory that they share."""
+    """Build the ranks of stage 1 of a pool of two, which exchange frames or shared memory."""
     memories: list[PartMemory] = []
 
     def make(size: int, *, step_limit_s: float = 0.0) -> list[StageRanks]:
@@ -57,7 +57,7 @@ def ranks_of(request: pytest.FixtureRequest) -> Iterator[GroupMaker]:
 
 
 def together(group: list[StageRanks], steps: list[Step]) -> list[object]:
-    """What each step returned or raised, run beside each other."""
+    """Run the steps concurrently; return the result or exception of each."""
 
     def outcome(ranks: StageRanks, step: Step) -> object:
         try:

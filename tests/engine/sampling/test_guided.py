@@ -75,7 +75,7 @@ def regex(text: str) -> Grammar:
 
 
 def after(grammars: Grammars, grammar: Grammar, text: str) -> str:
-    """The characters that may follow; $ for the end."""
+    """Return the allowed next characters; $ for the end."""
     allowed = np.flatnonzero(fresh_after(grammars, grammar, spelled(text))).tolist()
     return "".join(sorted("$" if token == EOS else chr(token) for token in allowed))
 
@@ -156,7 +156,7 @@ def position_logits(position: int) -> Tensor:
 
 
 def generate(grammars: Grammars, grammar: Grammar, seed: int) -> str:
-    """Draws until the end from logits that depend on the position alone."""
+    """Sample until the end from logits that depend on the position alone."""
     sampler, at, text = GuidedSampler(grammars), row(grammar, seed), ""
     for position in range(64):
         (token,) = sampler(position_logits(position), [at])

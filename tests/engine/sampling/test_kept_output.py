@@ -94,7 +94,7 @@ def test_sampling_from_changes_equals_sampling_from_the_whole(seed: int) -> None
 
 
 def paths_of(row: Row, output: list[int]) -> list[list[int]]:
-    """The output at each node of a row's tree."""
+    """Return the output at each node of a row's tree."""
     assert row.spec is not None
     found = [output]
     for node, token in enumerate(row.token_ids[1:], start=1):

@@ -24,7 +24,7 @@ History = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Philox 4x64-10 from the paper, on Python integers."""
+    """Compute Philox 4x64-10 of the paper, on Python integers."""
     (k0, k1), (x0, x1, x2, x3) = key, counter
     for _ in range(10):
         high0, low0 = divmod(0xD2E7470EE14C6C93 * x0, 2**64)
@@ -65,7 +65,7 @@ def row(position: int = 0, **params: object) -> SamplingRow:
 
 
 def all_of(prompt: tuple[int, ...], output: tuple[int, ...]) -> OutputRow:
-    """A row that brings everything."""
+    """Return a row that carries its whole output."""
     return OutputRow(0, 0, output, OutputOpening(prompt), is_only=True)
 
 
@@ -74,7 +74,7 @@ def draw_one(logits: Sequence[float], sampling_row: SamplingRow) -> SampledToken
 
 
 def share_of(logits: Sequence[float], **params: object) -> dict[int, float]:
-    """The distribution the filters leave, by token id."""
+    """Return the distribution after the filters, by token id."""
     ids, weights = filtered(np.array(logits, dtype=np.float64), SamplingParams(**params))  # type: ignore[arg-type]
     return {int(i): float(w / weights.sum()) for i, w in zip(ids, weights, strict=True)}
 
@@ -137,7 +137,7 @@ def test_a_large_nucleus_is_found_as_in_a_small_vocabulary() -> None:
 
 
 def naive_filtered(logits: list[float], params: SamplingParams) -> list[int]:
-    """The same rule with sorted lists and exact sums."""
+    """Apply the same rule with sorted lists and exact sums."""
     peak = max(logits)
     weights = [math.exp((x - peak) / params.temperature) for x in logits]
     ids = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
@@ -173,7 +173,7 @@ def test_a_tiny_temperature_is_greedy_and_warns_of_nothing() -> None:
 def naive_adjusted(
     logits: list[float], params: SamplingParams, history: History | None, banned: list[int]
 ) -> list[float]:
-    """Penalties, bias and bans token by token."""
+    """Apply penalties, bias and bans token by token."""
     prompt, output = history or ((), ())
     result = []
     for token_id, logit in enumerate(logits):
@@ -365,7 +365,7 @@ def test_the_ends_of_the_interval_draw_tokens_of_weight(
 
 
 def random_rows(num_rows: int, vocab_size: int) -> list[SamplingRow]:
-    """One of everything a client can ask for, mixed."""
+    """Return rows with a mix of all client options."""
     rng = random.Random(4)
     choices = itertools.product(
         [0.0, 0.7, 1.0], [0, 5], [1.0, 0.9], [0.0, 0.1], [None, 3], [0.0, 0.5]

@@ -85,8 +85,8 @@ class Draft:
     def propose(
         self, rows: dict[int, tuple[int, int]], *, mode: ForwardMode, seed: int
     ) -> list[TokenTree]:
-        """rows: per request its context and how many tokens the draft follows, which are all the
-        row brings."""
+        """Propose trees. rows: per request its context and the number of tokens the draft follows,
+        which are all the row brings."""
         batch = build_batch(
             mode,
             [

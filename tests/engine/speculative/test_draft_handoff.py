@@ -6,7 +6,7 @@ from engine.speculative.trees.draft_handoff import DraftEnd, HandedEnds
 
 
 def ends(keys: list[list[int]] | None) -> DraftEnd:
-    """Of one row; its keys count alone."""
+    """Return the ends of one row; only its keys matter."""
     return DraftEnd(
         torch.zeros(1, 1),
         torch.zeros(1, 1, dtype=torch.int64),

@@ -18,7 +18,7 @@ PAGES = ([5, 2], [4])
 
 
 def pools() -> tuple[Tensor, Tensor]:
-    """Latents and index keys, always the same; NaN where nothing is committed."""
+    """Return latents and index keys, always the same; NaN for uncommitted entries."""
     generator = torch.Generator().manual_seed(0)
     latent, index = (
         torch.full((7, PAGE_SIZE, dim), float("nan")) for dim in (LATENT + ROPE, INDEX_DIM)
@@ -98,7 +98,8 @@ def chosen_by_hand(token: int, path: list[int], number: int, max_selected: int) 
 
 
 def seen_by_hand(paths: list[list[int]], number: int, *, max_selected: int) -> Tensor:
-    """`paths`: per token the tokens of the earlier steps that it continues, and itself."""
+    """Compute attention; `paths`: per token the tokens of earlier steps that it continues, and
+    itself."""
     outs = []
     for token, path in enumerate(paths):
         steps = [drawn(4, LATENT + ROPE, seed=50 + at)[before] for at, before in enumerate(path)]

@@ -88,7 +88,7 @@ class Bench:
         num_draft_tokens: int | None = 9,
         drawing: bool = True,
     ) -> list[TokenTree]:
-        """One call after a prefill of rows (context, tokens)."""
+        """Call once after a prefill of rows (context, tokens)."""
         sampling = SamplingRow(SamplingParams(), 0) if drawing else None
         batch = build_batch(
             ForwardMode.PREFILL,

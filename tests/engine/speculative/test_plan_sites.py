@@ -197,7 +197,7 @@ CASES = {
 
 
 def check_backend(case: Case) -> None:
-    """One plan, marked by its planner for these rows; everything else is refused."""
+    """Check for one plan, marked by its planner for these rows; everything else is refused."""
     backend, other, batch = case.make(), case.make(), case.batch()
     with pytest.raises(StalePlanError):
         case.run(backend, batch)
@@ -263,7 +263,7 @@ def executor() -> tuple[StageExecutor, CpuAttention, Recorder]:
 
 
 def pad(batch: ForwardBatch) -> None:
-    """One more row of one more token, as padding to a bucket adds it."""
+    """Add one row of one token, as padding to a bucket does."""
     rows = [
         Row(key, [3], context, [1 + key], 0, None)
         for key, context in zip(batch.request_keys, batch.context_lens, strict=True)
@@ -414,7 +414,7 @@ class Site:
 
 
 def kind_of(node: ast.AST) -> str:
-    """mark, plan, question or refusal; empty for everything else."""
+    """Classify a call: mark, plan, question or refusal; empty for everything else."""
     if isinstance(node, ast.Raise) and "StalePlanError" in ast.unparse(node):
         return "refusal"
     if (

@@ -12,7 +12,7 @@ VOCAB = 40
 
 
 def distribution(path: tuple[int, ...]) -> Tensor:
-    """The toy draft: log probabilities [vocab] after a path of tokens."""
+    """Return the toy draft's log probabilities [vocab] after a path of tokens."""
     seed = hash(path) % 2**31
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)).mul(2).log_softmax(-1)
 

@@ -80,8 +80,8 @@ class Draft:
         num_nodes: int = 3,
         starts: Sequence[int] = (0,) * 4,
     ) -> list[TokenTree]:
-        """counts: how many tokens each request brings; accepted: how many nodes of a chain stand;
-        starts: of drafts."""
+        """Propose trees. counts: tokens that each request brings; accepted: accepted nodes of a
+        chain; starts: of drafts."""
         batch = build_batch(
             mode,
             [
@@ -115,7 +115,7 @@ class Draft:
         return self.drafter.propose(batch, StageOutput(aux_hidden={0: hidden}), runs)
 
     def begin(self, contexts: dict[int, int], seed: int) -> list[TokenTree]:
-        """First trees of requests whose prompts and ends were handed over."""
+        """Propose first trees of requests whose prompts and ends were handed over."""
         batch = build_batch(
             ForwardMode.PREBUILT,
             [

@@ -79,7 +79,8 @@ class Sequences:
         trees: dict[int, tuple[int, TokenTree]],
         accepted: dict[int, AcceptedNodes] | None = None,
     ) -> list[Tensor]:
-        """Logits [nodes, vocab] per row of (root token, tree); nothing is accepted yet."""
+        """Return logits [nodes, vocab] per row of (root token, tree), before anything is
+        accepted."""
         rows = [self._row(row, [root, *tree.token_ids]) for row, (root, tree) in trees.items()]
         specs = tuple(
             SpecRow(
@@ -136,7 +137,7 @@ def description(request: pytest.FixtureRequest) -> ModelDescription:
 
 
 def decoded(description: ModelDescription, length: int, tokens: list[int]) -> list[Tensor]:
-    """Logits after each of the tokens, decoded one by one after a prompt of this length."""
+    """Return logits after each of the tokens, decoded one by one after a prompt of this length."""
     plain = Sequences(description)
     plain.prefill(0, prompt(length))
     return [plain.decode(0, token) for token in tokens]

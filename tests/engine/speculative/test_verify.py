@@ -29,12 +29,12 @@ PARAMS = st.sampled_from(
 
 
 def target(path: tuple[int, ...]) -> Tensor:
-    """The toy target: logits [vocab] after prompt + path."""
+    """Return the toy target's logits [vocab] after prompt + path."""
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(hash(path) % 2**31)).mul(1.5)
 
 
 def plain(request: Request, outputs: list[int], count: int) -> list[SampledToken]:
-    """What decoding one token at a time gives."""
+    """Decode one token at a time."""
     outputs, drawn = list(outputs), []
     for _ in range(count):
         drawn += sample(target(tuple(outputs))[None], [sampling_row(request, outputs)])
@@ -45,7 +45,8 @@ def plain(request: Request, outputs: list[int], count: int) -> list[SampledToken
 def verify_batch(
     rows: list[tuple[Request, list[int], TokenTree]], *, poison: bool = False
 ) -> tuple[ForwardBatch, Tensor]:
-    """A VERIFY batch of (request, outputs, tree), and the toy target's logits at every node."""
+    """Build a VERIFY batch of (request, outputs, tree) and the toy target's logits at every
+    node."""
     built, info, logits = [], [], []
     for key, (request, outputs, tree) in enumerate(rows):
         tokens = [outputs[-1], *tree.token_ids]

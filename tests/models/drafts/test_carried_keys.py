@@ -83,7 +83,7 @@ class Bench:
     def propose(
         self, *, topk: int, model: DraftModel | None = None, pages: tuple[list[int], ...] = PAGES
     ) -> list[TokenTree]:
-        """After both prompts."""
+        """Propose after both prompts."""
         drafter = EagleDrafter(
             model=model or self.model, attention=self.attention, topk=topk, steps=STEPS
         )
@@ -108,7 +108,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DraftDescription]:
-    """GLM-5's, with these fields in its config."""
+    """Return a maker of GLM-5's draft with these fields in its config."""
     folder, count = tmp_path_factory.mktemp("nextn"), iter(range(100))
 
     def make(**fields: object) -> DraftDescription:

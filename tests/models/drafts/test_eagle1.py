@@ -23,8 +23,8 @@ QWEN2 = "Qwen2ForCausalLMEagle"
 
 
 def write(folder: Path, architecture: str) -> tuple[DraftDescription, dict[str, Tensor]]:
-    """A random draft on disk, described, and its tensors together with those it takes from the
-    target."""
+    """Write a random draft to disk; return its description and its tensors with those it takes from
+    the target."""
     generator = torch.Generator().manual_seed(3)
     shapes = {
         "self_attn.q_proj": (HEADS * DIM, HIDDEN),
@@ -84,7 +84,7 @@ def step(
     position: int,
     cached: list[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """One slot; adds its key and value to `cached` and returns its hidden state."""
+    """Run one slot: append its key and value to `cached` and return its hidden state."""
     x = w["fc.weight"] @ torch.cat([w["embed_tokens.weight"][token], hidden]) + w["fc.bias"]
     q, k, v = (
         (

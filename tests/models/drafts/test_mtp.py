@@ -80,7 +80,7 @@ class Oracle:
 
     @torch.no_grad()
     def run(self, tokens: list[int], hidden: Tensor) -> Tensor:
-        """hidden: [slots, H]. Returns the last slot's result [H]."""
+        """Return the last slot's result [H] for hidden [slots, H]."""
         embedded = self.norm(self.embedding[tokens], "pre_fc_norm_embedding")
         x = (
             torch.cat([embedded, self.norm(hidden, "pre_fc_norm_hidden")], -1)

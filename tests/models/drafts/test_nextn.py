@@ -34,7 +34,7 @@ Maker = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
-    """A family's checkpoint with a NextN layer, and these fields in its config."""
+    """Write a family's checkpoint with a NextN layer and these fields in its config."""
     folder, count = tmp_path_factory.mktemp("nextn"), iter(range(100))
 
     def make(family: str, **fields: object) -> Path:
@@ -54,7 +54,7 @@ def drafter(folder: Path, draft: Path, shape: Shape) -> EagleDrafter:
 def proposed(
     folder: Path, draft: Path, shape: Shape, features: Tensor, tokens: list[int]
 ) -> TokenTree:
-    """After a prompt whose tokens have these features, the last of `tokens` being drawn."""
+    """Propose after a prompt whose tokens have these features; the last of `tokens` is sampled."""
     made = drafter(folder, draft, shape)
     batch = build_batch(
         ForwardMode.PREFILL,

@@ -44,7 +44,8 @@ class Recorder(UcxStageChannel):
 
 @pytest.fixture(params=[TransportProfile.TCP, TransportProfile.SHM], ids=str)
 def stages(request: pytest.FixtureRequest) -> Iterator[list[Recorder]]:
-    """Three of a pool in its first forming, each of which has heard the others."""
+    """Connect three stages of a pool in its first formation, each of which has received a greeting
+    of the others."""
     stages = [Recorder(rank, request.param) for rank in range(3)]
     form(stages, forming_of(1, 3))
     yield stages
@@ -72,7 +73,7 @@ def send(stage: UcxStageChannel, rank: int, text: bytes) -> None:
 
 
 def received(stage: UcxStageChannel, rank: int, others: list[Recorder]) -> bytes | None:
-    """What comes next; the other stages go on meanwhile. Raises what `receive` raises."""
+    """Return the next message while the other stages progress; raise what `receive` raises."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
         for other in others:
@@ -85,7 +86,7 @@ def received(stage: UcxStageChannel, rank: int, others: list[Recorder]) -> bytes
 
 
 def passed(stages: list[Recorder], sender: int, receiver: int, text: bytes) -> bytes | None:
-    """What comes of a frame that is sent now."""
+    """Return the result of a frame sent now."""
     send(stages[sender], receiver, text)
     waiting = [stage for stage in stages if stage is stages[sender]]
     return received(stages[receiver], sender, waiting)
@@ -94,7 +95,7 @@ def passed(stages: list[Recorder], sender: int, receiver: int, text: bytes) -> b
 def until(
     condition: Callable[[], bool], stage: UcxStageChannel, rank: int, stranger: Stranger
 ) -> None:
-    """Let the stage look for frames that are not there, until the condition holds."""
+    """Poll the stage for frames, none of which exist, until the condition holds."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline_s, stage.refused

@@ -95,11 +95,11 @@ class Rig:
     address: str
 
     async def end_leader(self) -> None:
-        """As if its process had died; what it held of the pool is gone."""
+        """End the leader as a dead process would, without its state of the pool."""
         await self.server.stop()
 
     async def start_leader(self) -> None:
-        """Another one, under the same address."""
+        """Start another leader at the same address."""
         self.server, self.service = leader_server(self.leader, self.pool, self.address)
         await self.server.start()
 
@@ -142,7 +142,7 @@ def leader_server(
 
 @asynccontextmanager
 async def joined() -> AsyncIterator[Rig]:
-    """Stage 1 of a pool of two, joined."""
+    """Join stage 1 of a pool of two."""
     network, channel = MemoryNetwork(), ScriptedChannel()
     pool = Pool("decode", [network.transport(SystemClock())], SPECS, limits=AgentLimits(drain_s=60))
     agent = pool.stages[0].agent
@@ -311,7 +311,7 @@ async def test_an_engine_error_makes_the_pool_form_again() -> None:
 
 
 async def formed_again(rig: Rig, count: int) -> None:
-    """The leader lets its stage go `count` times; it comes back each time."""
+    """Dismiss the stage `count` times; it rejoins each time."""
     for _ in range(count):
         formings = rig.channel.num_formings
         rig.leader.links[0].dismiss()

@@ -20,7 +20,7 @@ WORD = Grammar.of(GrammarKind.REGEX, "[a-z]+")
 
 
 def formed() -> tuple[StageGroup, list[StageLink]]:
-    """A pool of three."""
+    """Form a pool of three."""
     group = StageGroup(
         cast(TransferAgent, None),
         [Placement(rank, 3) for rank in range(3)],

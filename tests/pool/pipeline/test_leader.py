@@ -91,7 +91,7 @@ class FailingExecutor:
 
 
 async def nothing() -> None:
-    """A warm-up that succeeds."""
+    """Warm up successfully."""
 
 
 @dataclass

@@ -104,19 +104,19 @@ class FakeStage:
         return response
 
     async def forms(self) -> pb.PoolFormed:
-        """What it is told when the pool forms; answers that it is ready."""
+        """Return the message of the pool's formation and report ready."""
         formed = (await self.read()).formed
         assert formed.key, "told something else"
         await self.send(pb.JoinRequest(ready=pb.StageReady(session=formed.session)))
         return formed
 
     async def hears_goodbye(self) -> bool:
-        """Whether the stream ended with OK."""
+        """Return whether the stream ended with OK."""
         ended = await asyncio.wait_for(self._call.read(), 60) is grpc.aio.EOF
         return ended and await self._call.code() is grpc.StatusCode.OK
 
     async def closes(self) -> None:
-        """It has nothing more to say and still listens."""
+        """Close the sending side and keep reading."""
         await self._call.done_writing()
 
     def die(self) -> None:

@@ -24,7 +24,7 @@ def memory_of(rank: int) -> PartMemory:
 
 @pytest.fixture
 def pair() -> Iterator[list[PartMemory]]:
-    """In epoch 1 of their pool."""
+    """Create two members in epoch 1 of their pool."""
     found = [memory_of(0), memory_of(1)]
     join(found, epoch=1)
     yield found

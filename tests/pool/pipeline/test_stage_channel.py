@@ -38,8 +38,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def channels(kind: str) -> Iterator[list[PoolChannel]]:
-    """Three stages, connected in epoch 1, that have greeted each other: from then on one thread can
-    play them all."""
+    """Connect three stages in epoch 1 that have exchanged greetings, so that one thread can run
+    them all."""
     channels = [channel_of(rank, kind) for rank in range(3)]
     for channel in channels:
         channel.connect([channel.address for channel in channels], forming_of(1, 3))
@@ -326,7 +326,8 @@ def test_a_killed_stage_is_noticed_and_its_successor_takes_over(kind: str) -> No
 
 
 def check_a_stopped_stage_runs_into_the_deadline(leader: PoolChannel, child: Child) -> None:
-    """Nobody notices that it is stopped; the connection is cut."""
+    """Check that a stopped stage, whose connection stays open, ends by the deadline and that the
+    connection is then cut."""
 
     def send_on() -> None:
         while True:

@@ -43,7 +43,7 @@ class Block:
     saved: int = 1  # by the snapshot
 
     def worth(self, *, of_snapshot: bool) -> float:
-        """Half as much after each half-life, on a scale of logarithms."""
+        """Return a value that halves with each half-life, on a logarithmic scale."""
         return self.used_s + HALF_LIFE_S * log2(
             (1 + HIT_WEIGHT * self.hits) * (self.saved if of_snapshot else 1)
         )
@@ -128,7 +128,7 @@ class Naive:
         return self.blocks[prompt].page in self.held or self.blocks[prompt].slot in self.held
 
     def evict(self, num: int, *, slots: bool) -> tuple[list[int], list[int]]:
-        """(pages, slots)"""
+        """Return (pages, slots) evicted."""
         gone_pages, gone_slots = list[int](), list[int]()
         while sum(item not in self.held for item in (gone_slots if slots else gone_pages)) < num:
             candidates = [

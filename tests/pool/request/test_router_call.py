@@ -142,7 +142,7 @@ async def begun(
 
 
 async def goes_on(pool: Pool, stream: Stream[pb.DecodeInput, pb.DecodeEvent], name: str) -> None:
-    """It lives: something gets through, and it ends as it should."""
+    """Check that the request is alive: an event arrives, and it ends normally."""
     pool.requests[name].event_sender.send(
         pb.DecodeEvent(key=stream.key, position=77, tokens=token(1))
     )

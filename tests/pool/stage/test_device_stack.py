@@ -98,7 +98,7 @@ def watched_backends() -> DeviceBackends:
 
 
 def received(output: StageOutput) -> StageOutput:
-    """As the next stage gets it from a frame: on the host."""
+    """Return the packet as the next stage gets it from a frame: on the host."""
 
     def there(tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -112,7 +112,7 @@ def received(output: StageOutput) -> StageOutput:
 def last_outputs(
     description: ModelDescription, *, cuts: tuple[int, ...], capture_layers: frozenset[int]
 ) -> list[tuple[ForwardBatch, StageOutput]]:
-    """Every step through stages on the watched device."""
+    """Run every step through stages on the watched device."""
     stages = build_stages(description, watched_backends(), cuts=cuts, capture_layers=capture_layers)
     found = []
     for step in STEPS:

@@ -22,7 +22,7 @@ from tests.support.models.tiny_models import LLAMA, QWEN3_MOE, tiny
 def built(
     model: dict[str, object], *, topk: int = 0, capturable: bool = True, cuda_graphs: bool = True
 ) -> tuple[StageGraphs | None, RecordingCapture]:
-    """What a stage of one layer captures; `topk` 0 does not speculate."""
+    """Return the captures of a stage of one layer; `topk` 0 disables speculation."""
     description = tiny({**model, "num_hidden_layers": 1})
     stage = DeviceStage(description, LayerRange(0, 1), max_nodes=NODES)
     capture = RecordingCapture([stage.attention])

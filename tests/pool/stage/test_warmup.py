@@ -67,7 +67,7 @@ async def warm_up(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
 
 
 async def until_nothing_is_held(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
-    """What a cancelled caller had taken goes over two threads before it is free."""
+    """Wait until memory of a cancelled caller, which passes two threads, is free."""
     async with asyncio.timeout(60):
         while True:
             load = await loop.submit(scheduler.load)

@@ -98,7 +98,7 @@ async def test_one_slow_prompt_and_a_long_queue_refuse_no_request() -> None:
 
 
 async def keeps(router: RouterHarness, prefill: FakePrefill, num_tokens: int) -> None:
-    """The worker reports that it has so many tokens of every prompt of ones."""
+    """Report that the worker caches this many tokens of every prompt of ones."""
     prefill.kept = block_names([1] * num_tokens, 16, compatibility=prefill.compatibility)
     prompt = RoutedPrompt([1] * 200)
     await eventually(lambda: router.directory.num_missing(prompt) == 200 - num_tokens, "the report")

@@ -16,7 +16,7 @@ FINISH = generation_pb2.GenerateResponse(finish=generation_pb2.GenerateFinish())
 
 
 def ids(text: str) -> list[int]:
-    """One token per character."""
+    """Return one token per character."""
     return [
         token_id for character in text for token_id in byte_level_tokenizer().encode(character).ids
     ]
@@ -25,7 +25,7 @@ def ids(text: str) -> list[int]:
 def run(
     text: str, *, stops: tuple[str, ...] = (), chunk: int = 1, **engine: object
 ) -> tuple[str, list[int], Output]:
-    """(text given out, ids given out, the output) for these tokens in chunks."""
+    """Return (text, ids, the output) for these tokens in chunks."""
     request = types_pb2.EngineRequest(prompt_token_ids=[1, 2], **engine)  # type: ignore[arg-type]
     output = Output(request, stops, DETOKENIZERS.new((1, 2)))
     given_text, tokens = "", ids(text)

@@ -33,7 +33,7 @@ def pair(journal: Journal | None = None) -> tuple[FakePrefill, FakeDecode]:
 
 
 def prompt_for(text: str) -> list[int]:
-    """A prompt whose first answer token is the first token of `text`."""
+    """Return a prompt whose first output token is the first token of `text`."""
     return [byte_level_tokenizer().encode(text).ids[0]]
 
 

@@ -48,8 +48,8 @@ def cluster(num_decode: int = 2) -> tuple[FakePrefill, list[FakeDecode]]:
 
 
 def gives_up_at_token(number: int, error: BatonError) -> Callable[[object], Awaitable[None]]:
-    """A hook for any number of pools: when the `number`th token in all is about to be sent, its
-    pool gives up."""
+    """Return a hook for any number of pools that ends a stream before the `number`th token in all
+    is sent."""
     seen = 0
 
     async def hook(_: object) -> None:

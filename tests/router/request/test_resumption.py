@@ -53,7 +53,7 @@ class Said:
 
 
 async def said(router: RouterHarness, request: generation_pb2.GenerateRequest) -> dict[int, Said]:
-    """By choice; usage counts what came before, too."""
+    """Return the output by choice; usage includes earlier tokens."""
     told: dict[int, Said] = {}
     async for response in router.stub.Generate(request, timeout=60):
         so_far = told.get(response.index, Said([], [], "", ("", None, 0, 0)))
@@ -78,7 +78,7 @@ async def said(router: RouterHarness, request: generation_pb2.GenerateRequest) -
 
 
 def texts_of(token_ids: list[int], stop_strings: Sequence[str]) -> list[str]:
-    """The text that comes with the first token, with the second, and so on."""
+    """Return the text that comes with the first token, with the second, and so on."""
     text_tokenizer = served_model().text_tokenizer
     assert text_tokenizer is not None
     output = Output(types_pb2.EngineRequest(), stop_strings, text_tokenizer.detokenizers.new(()))

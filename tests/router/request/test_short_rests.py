@@ -21,7 +21,7 @@ PROMPT = list(range(40))
 def cluster(
     num_decode: int = 1, *, local_rest_tokens: int = 8
 ) -> tuple[FakePrefill, list[FakeDecode]]:
-    """The first pool has 32 tokens of the prompt."""
+    """Start a cluster whose first pool has 32 tokens of the prompt."""
     fabric, journal = Fabric(), Journal()
     pools = [FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)]
     for pool in pools:
@@ -31,7 +31,7 @@ def cluster(
 
 
 async def answered(router: RouterHarness) -> int:
-    """The right answer; returns the tokens of its prompt that it says were there."""
+    """Check the response; return the number of cached prompt tokens that it reports."""
     answer = await router.ask(token_request(PROMPT, max_tokens=6))
     assert answer.token_ids == expected_tokens(PROMPT, 6)
     assert answer.finish is not None

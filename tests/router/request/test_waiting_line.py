@@ -49,7 +49,7 @@ class Line:
         )
 
     def exact(self, *services_s: float) -> "Line":
-        """No caution for services of about so many seconds."""
+        """Use no safety margin for services of about this many seconds."""
         for service_s in services_s:
             for _ in range(MIN_ERRORS):
                 self.service_model.habits.served("", service_s, service_s)
@@ -74,7 +74,7 @@ class Line:
         )
 
     def serve(self) -> str:
-        """The first one gets its workers."""
+        """Place the first request on workers."""
         first = self.line.first
         self.line.served(first)
         return first.item

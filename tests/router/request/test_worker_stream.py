@@ -15,7 +15,7 @@ class Closed:
     """A stream that nobody closes."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def received(position: int = 0) -> Received:

@@ -30,8 +30,8 @@ texts = st.lists(PIECES | st.text(max_size=3), min_size=1, max_size=6).map("".jo
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen's: a normalizer that changes texts, special tokens, and one that takes what is behind
-    it along."""
+    """Build a tokenizer like Qwen's: a normalizer that changes texts, special tokens, and one that
+    strips the space after it."""
     tokenizer = Tokenizer.from_str(byte_level_tokenizer().to_str())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(
@@ -45,7 +45,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(decoder: Any, before: bool) -> Tokenizer:  # noqa: ANN401, FBT001
-    """As Llama 2's, and Gemma's, which adds no space `before` a text."""
+    """Build a tokenizer like Llama 2's, or like Gemma's, which adds no space `before` a text."""
     tokenizer = sentencepiece_like(decoder)
     replaced = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (

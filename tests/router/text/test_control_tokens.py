@@ -41,8 +41,7 @@ USED = st.sampled_from(
 
 
 def with_added(tokenizer: Tokenizer) -> Tokenizer:
-    """Special tokens as a chat model has them, one that its template writes, and one that it does
-    not."""
+    """Add special tokens of a chat model, one that its template writes and one that it does not."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.add_special_tokens(["<user>", "<bot>"])
     tokenizer.add_tokens(

@@ -56,7 +56,7 @@ def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], prompt: Sequence[int
 
 
 def sentencepiece_like(decoder: Any) -> Tokenizer:  # noqa: ANN401
-    """Words with a leading bar, special tokens, and bytes for the rest."""
+    """Build words with a leading bar, special tokens, and bytes for the rest."""
     words = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(
         models.BPE(
@@ -72,7 +72,7 @@ def sentencepiece_like(decoder: Any) -> Tokenizer:  # noqa: ANN401
 
 
 def spelled(token_ids: Sequence[int]) -> bytes:
-    """What these tokens of `sentencepiece_like` spell, by hand."""
+    """Return the text of these tokens of `sentencepiece_like`, by hand."""
     return b"".join(
         bytes([token_id - FIRST_BYTE])
         if token_id >= FIRST_BYTE
@@ -270,8 +270,7 @@ def test_cost_is_linear(tokenizer: Tokenizer) -> None:
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """One character at a time, by definition: the match that ends first, the longest among
-    those."""
+    """Find the match that ends first, the longest among those, one character at a time."""
     for end in range(1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:

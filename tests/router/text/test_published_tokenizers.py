@@ -16,8 +16,8 @@ ROUNDS = 3000
 
 
 def at_once(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """By the tokenizer itself, but for bytes that are no UTF-8: SentencePiece's byte tokens are
-    joined by hand."""
+    """Decode by the tokenizer itself; SentencePiece's byte tokens that are no UTF-8 are joined by
+    hand."""
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
         return tokenizer.decode(token_ids)
     special = {

@@ -39,7 +39,7 @@ class Known:
 
     @property
     def counted(self) -> tuple[float | None, float | None]:
-        """Decode pools that can be used, and others, as metrics have them."""
+        """Return the numbers of usable and other decode pools, as in metrics."""
         usable, unusable = (
             self.registry.get_sample_value(
                 "baton_router_workers", {"role": "decode", "state": state}
@@ -50,7 +50,7 @@ class Known:
 
     @property
     def shown(self) -> list[str]:
-        """Addresses of decode pools in the status."""
+        """Return the addresses of decode pools in the status."""
         return [
             status.address for status in self.directory.status() if status.role == WorkerRole.DECODE
         ]

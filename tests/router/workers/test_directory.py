@@ -69,7 +69,7 @@ class Known:
 def keeps(
     worker: Worker, prompt: Sequence[int], *, salt: str = "", compatibility: str = ""
 ) -> None:
-    """It reports that it has the whole pages of this prompt."""
+    """Report that the worker has the whole pages of this prompt."""
     names = block_names(prompt, 16, compatibility=compatibility or worker.compatibility, salt=salt)
     assert worker.index.report(
         worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names))
@@ -114,7 +114,7 @@ async def test_workers_are_counted_by_state() -> None:
 
 
 def num_lines(work: Callable[[], object]) -> int:
-    """Of Python that it runs; not of what a collection of garbage ends meanwhile."""
+    """Count the lines of Python that run, except those of a garbage collection."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:  # noqa: ANN401 (itself)

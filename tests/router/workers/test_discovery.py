@@ -341,7 +341,7 @@ class Cluster:
         )
 
     async def add(self, pool: FakeDecode) -> None:
-        """Start it, and let the API server know."""
+        """Start a worker and add it to the API server."""
         await pool.start()
         self.api.put_worker(pool.name, "decode", pool.address)
 

@@ -101,7 +101,7 @@ class Pool:
         self.reports(10_000)
 
     def reports(self, num_tokens: int) -> None:
-        """So many tokens more, and a million left."""
+        """Report this many more tokens, with a million left."""
         self.num_computed += num_tokens
         self.pace.reported(self.num_computed, 1_000_000, 1_000_000 + num_tokens)
 

@@ -132,7 +132,7 @@ class ReplayedWorker:
         )
 
     def update(self, index: PrefixIndex) -> bool:
-        """Whether the index needs no new account."""
+        """Return whether the index needs no full report."""
         return all(index.report(self.address, each) for each in self._arriving()) and index.has_all(
             self.address, self._watcher.num_reports
         )
@@ -151,7 +151,7 @@ class ReplayedWorker:
 
 
 def prompts(rng: random.Random) -> Iterator[list[int]]:
-    """Conversations that grow, fork and begin alike."""
+    """Return conversations that grow, fork and share prefixes."""
     known: list[list[int]] = [[0] * 9]
     fresh = count(1)
     while True:

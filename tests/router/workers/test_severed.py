@@ -20,7 +20,7 @@ PROMPT = RoutedPrompt([1, 2, 3])
 
 
 def directory(num_prefill: int, num_decode: int) -> Directory:
-    """Workers that serve and have room."""
+    """Build a directory of workers that serve and have room."""
     addresses = [f"127.0.0.1:{port}" for port in range(1, 1 + num_prefill + num_decode)]
     made = Directory(
         DirectoryOptions(tuple(addresses[:num_prefill]), tuple(addresses[num_prefill:])),
@@ -34,7 +34,7 @@ def directory(num_prefill: int, num_decode: int) -> Directory:
 
 
 def placed(of: Directory, num_requests: int = 1) -> set[tuple[str, str]]:
-    """The pairs that requests get; they keep their places."""
+    """Return the pairs that requests get; they keep their places."""
     pairs = [of.place(PROMPT) for _ in range(num_requests)]
     return {
         (pair.prefill.worker.address, pair.decode.worker.address)

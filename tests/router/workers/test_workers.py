@@ -266,7 +266,7 @@ def admissible_request() -> AdmissibleRequest:
 
 @asynccontextmanager
 async def a_busy_pool(limits: AdmissionLimits) -> AsyncIterator[RouterHarness]:
-    """A pool for one request that has it: whoever comes now is held back."""
+    """Run a pool for one request that is taken, so that further ones are queued."""
     prefill, decode = pair(max_running=1)
     decode.at(Point.TOKEN, lambda _: asyncio.sleep(300))
     async with running_router(prefill, decode, admission=limits) as router:

@@ -26,8 +26,7 @@ READY_TIMEOUT_S = 120.0
 
 @cache
 def shared_fork_server() -> ForkServer:
-    """Of all clusters that this process starts, until it ends: torch is loaded once for all of
-    them."""
+    """Share one fork server between all clusters of this process, so that torch is loaded once."""
     fork_server = ForkServer()
     atexit.register(fork_server.close)
     return fork_server
@@ -49,7 +48,7 @@ class RunningCluster:
     async def until(
         self, holds: Callable[[ClusterStatus], bool], what: str, timeout_s: float = 60
     ) -> ClusterStatus:
-        """The first status for which `holds` is true."""
+        """Return the first status for which `holds` is true."""
         status: ClusterStatus | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -64,7 +63,8 @@ class RunningCluster:
             ) from None
 
     async def until_clean(self, timeout_s: float = 60) -> ClusterStatus:
-        """All pages and slots free, nothing open, nothing running, all workers serving."""
+        """Wait until all pages and slots are free, nothing is open or running, and all workers
+        serve."""
         return await self.until(is_clean, "every page, slot and session is given back", timeout_s)
 
     def log_tail(self, count: int = 60) -> str:
@@ -76,7 +76,7 @@ class RunningCluster:
         return announcement.metrics_port
 
     def resident_bytes(self) -> dict[str, int]:
-        """Unshared memory of every process."""
+        """Return the unshared memory of every process."""
         pids = {name: process.pid for name, process in self.cluster.processes.items()}
         return {
             name: psutil.Process(pid).memory_full_info().uss
@@ -124,7 +124,7 @@ async def running_cluster(
     routers: int = 1,
     ready_timeout_s: float = READY_TIMEOUT_S,
 ) -> AsyncIterator[RunningCluster]:
-    """Up and ready inside the block, gone after it. The client is that of the first router."""
+    """Run a cluster inside the block; the client is that of the first router."""
     lines: deque[str] = deque(maxlen=2000)
     config = ClusterConfig(
         model=model,
@@ -167,7 +167,7 @@ def open_descriptors(pid: int) -> int:
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Largest sample per family that is Baton's."""
+    """Return the largest sample of each of Baton's metric families."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         text = response.read().decode()
     values: dict[str, float] = {}

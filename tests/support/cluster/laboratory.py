@@ -72,7 +72,7 @@ class Laboratory:
     schedulers: list[DecodeScheduler] = field(default_factory=list)
 
     async def start_worker(self, name: str, role: PoolRole) -> None:
-        """Under its old addresses if it ran before."""
+        """Start a worker, under its old addresses if it ran before."""
         announce = self.folder / f"{name}.json"
         announce.unlink(missing_ok=True)
         before = self.roles.get(name)
@@ -111,7 +111,8 @@ class Laboratory:
                 await asyncio.sleep(0.05)
 
     async def hold_every_page(self) -> Reservation:
-        """A request that fills the decode pool and never lands; waits until the pool is empty."""
+        """Send a request that fills the decode pool and is never committed; wait until no page is
+        free."""
         tokens = (NUM_PAGES - 1) * PAGE_SIZE - 1
         request = Request("holder", (0,) * tokens, 1, SamplingParams(temperature=0))
         scheduler = self.schedulers[-1]
@@ -129,7 +130,7 @@ class Laboratory:
         await self.leaders[-1].loop.submit(lambda: scheduler.release(held.key))
 
     async def lose_a_page(self) -> None:
-        """A lease whose owner does not exist: what a leak looks like."""
+        """Take a lease without an owner, as a leak does."""
         scheduler = self.schedulers[-1]
         await self.leaders[-1].loop.submit(lambda: scheduler.pages.alloc(1, owner="nobody"))
 
@@ -138,7 +139,7 @@ class Laboratory:
 async def laboratory(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Laboratory]:
-    """One prefill and one decode worker of one stage each, and a router."""
+    """Run one prefill and one decode worker of one stage each, and a router."""
     made = Laboratory(
         folder,
         WorkerConfig(

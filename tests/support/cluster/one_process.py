@@ -46,10 +46,12 @@ async def cluster_in_process(
     announced: Path | None = None,
     **settings: object,
 ) -> AsyncIterator[AsyncBatonClient]:
-    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage,
-    `prefill`, `decode` and `router` those of one role only. `announced` is a folder where all
-    announce themselves, as `decode-0.json` (role and rank). On leaving, whatever was asked must
-    have been given back."""
+    """Yield a client of a serving cluster.
+
+    `settings` are `WorkerConfig` fields for every stage; `prefill`, `decode` and `router` are those
+    of one role only. `announced` is a folder where all announce themselves, as `decode-0.json`
+    (role and rank). On leaving, all resources must have been released.
+    """
     torch.set_num_threads(1)
     stop = StopSignal()
     tasks: list[asyncio.Task[None]] = []
@@ -109,7 +111,7 @@ async def _start_pool(
     tasks: list[asyncio.Task[None]],
     stop: StopSignal,
 ) -> str:
-    """The address of the pool's leader."""
+    """Start a pool; return the address of its leader."""
     leader = ""
     for rank in range(config.world_size):
         announce = folder / f"{role.name}-{rank}.json"
@@ -131,7 +133,7 @@ async def _announced(path: Path, tasks: list[asyncio.Task[None]]) -> str:
 
 
 async def _until_clean(client: AsyncBatonClient) -> None:
-    """Until every worker serves and everything was given back."""
+    """Wait until every worker serves and all resources are released."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while not is_clean(await client.cluster_status()):  # noqa: ASYNC110 (gRPC gives no event)
             await asyncio.sleep(0.02)

@@ -14,7 +14,8 @@ Shown = list[tuple[int, float | None]]
 def make_questions(
     count: int, *, seed: int = 0, max_prompt: int = 200, max_tokens: int = 24, vocab_size: int = 256
 ) -> list[Request]:
-    """Mixed lengths; every other one sampled with penalties, the rest greedy. Logprobs always."""
+    """Return requests of mixed lengths with logprobs, every other one sampled with penalties and
+    the rest greedy."""
     rng = random.Random(seed)
     questions = []
     for i in range(count):
@@ -36,8 +37,8 @@ def make_questions(
 
 
 def as_query(request: Request) -> Query:
-    """Without end-of-sequence ids: tiny random models draw them at random, and lengths should be
-    known."""
+    """Return the client's query, without end-of-sequence ids: tiny random models sample them at
+    random, and lengths should be known."""
     params = request.sampling
     return Query(
         prompt=tuple(request.prompt_token_ids),
@@ -59,7 +60,8 @@ def as_query(request: Request) -> Query:
 
 
 def shown(completion: Completion) -> Shown:
-    """As `Reference.answers` shows it. Logprobs cross the client's wire as 32-bit floats."""
+    """Return a response like `Reference.answers`. Logprobs cross the client's wire as 32-bit
+    floats."""
     return [
         (token_id, logprobs.logprob)
         for token_id, logprobs in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -67,7 +69,7 @@ def shown(completion: Completion) -> Shown:
 
 
 def on_the_wire(answers: list[Shown]) -> list[Shown]:
-    """Logprobs rounded to the 32 bits they have in the API."""
+    """Round logprobs to the 32 bits they have in the API."""
     return [
         [
             (token, None if logprob is None else float(np.float32(logprob)))

@@ -14,7 +14,7 @@ from tests.support.pool.local_pool import local_pool
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3.5 text, four layers, fp32, no tokenizer: prompts are token ids."""
+    """Write Qwen3.5 text: four layers, fp32, no tokenizer; prompts are token ids."""
     return make_checkpoint(tmp_path_factory.mktemp("cluster"), "qwen3_5_text")
 
 
@@ -26,7 +26,7 @@ class Reference:
         self._description = read_model(path, in_bytes=in_bytes)
 
     def answers(self, requests: list[Request]) -> list[list[tuple[int, float | None]]]:
-        """(token id, logprob) per request; the page size is the clusters' default."""
+        """Return (token id, logprob) per request; the page size is the clusters' default."""
         with local_pool(
             self._description, page_size=64, num_pages=200, max_running=len(requests)
         ) as pool:

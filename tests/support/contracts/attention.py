@@ -255,7 +255,7 @@ class TreeContract(ABC):
 
     @staticmethod
     def _check(prompt: Prompt, own: Tensor) -> None:
-        """`own` [N, N]: who of the last N tokens sees whom of them."""
+        """Check a forward; `own` [N, N]: which of the last N tokens each of them sees."""
         visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
         visible[-len(own) :, -len(own) :] = own
         close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))

@@ -37,7 +37,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def over_poison(make: Make, *, is_sparse: bool = False) -> Committing:
-    """Over pools full of NaN, so that a read of anything unwritten shows."""
+    """Build pools full of NaN, so that a read of anything unwritten shows."""
     geometry = GEOMETRY if is_sparse else replace(GEOMETRY, max_selected=0)
 
     def pool(dim: int) -> Tensor:
@@ -52,8 +52,8 @@ def batch_of(
     mode: ForwardMode = ForwardMode.PREFILL,
     spec_info: SpecInfo | None = None,
 ) -> ForwardBatch:
-    """Rows by sequence: (tokens in the cache, new tokens). A sequence owns ten pages, in a strange
-    order."""
+    """Build a batch of rows by sequence: (tokens in the cache, new tokens). A sequence owns ten
+    pages, in a shuffled order."""
     tables = torch.stack([(torch.arange(10) * 7) % 10 + 10 * row + 1 for row in rows]).int()
     positions = [p for context, count in rows.values() for p in range(context, context + count)]
     return ForwardBatch(
@@ -87,7 +87,8 @@ def step(
     *,
     is_sparse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and choice for the batch's tokens, taken from each row's sequence at its positions."""
+    """Return output and choice for the batch's tokens, taken from each row's sequence at its
+    positions."""
     attention.plan(batch)
     parts = [
         {name: tensor[context : context + count] for name, tensor in sequence.items()}
@@ -105,7 +106,7 @@ def step(
 
 
 def chosen_by_hand(inputs: dict[str, Tensor], position: int) -> list[int]:
-    """Scores in fp64; the best 8, the earlier one where equal."""
+    """Choose the best 8 by scores in fp64, of equal ones the earlier."""
     q, w = inputs["iq"][position].double(), inputs["weights"][position].double()
     scores = [
         float((w * torch.relu(q @ inputs["ik"][key].double() * INDEX_DIM**-0.5)).sum())

@@ -44,8 +44,8 @@ class Trace:
         self.steps.append((name, self._describe(arguments)))
 
     def made(self, result: object, arguments: object) -> None:
-        """Memory that was made meanwhile goes by its number, because the next time it may lie
-        elsewhere."""
+        """Identify memory made meanwhile by its number, because its address may differ next
+        time."""
         known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)}
         for tensor in _tensors(result):
             place = tensor.untyped_storage().data_ptr()
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _watched(trace: Trace) -> Iterator[None]:
-    """Kernels count as one step each; what the interpreter does inside is not the device's."""
+    """Record each kernel as one step, without what the interpreter runs inside."""
     run = GridExecutor.__call__
 
     def launch(self: GridExecutor, *args: object, **kwargs: object) -> None:

@@ -112,7 +112,7 @@ class DeviceStage:
         }
 
     def owned(self) -> list[Tensor]:
-        """Everything but the null records, which padding may write."""
+        """Return everything but the null records, which padding may write."""
         return [pool[1:] for _, pool in sorted(self.pools.items())]
 
 
@@ -135,7 +135,8 @@ class Sequences:
         parents: dict[int, tuple[int, ...]] | None = None,
         silent: Sequence[int] = (),
     ) -> ForwardBatch:
-        """New tokens per request; with `parents` as trees. Requests of `silent` draw nothing."""
+        """Build a batch of new tokens per request; with `parents` as trees. Requests of `silent`
+        sample nothing."""
         rows = []
         for key, count in counts.items():
             spec = None if parents is None else SpecRow(parents[key], scratch=NUM_SEQUENCES - key)
@@ -153,7 +154,7 @@ class Sequences:
 
 
 def run(stages: Sequence[DeviceStage], batch: ForwardBatch) -> StageOutput:
-    """One batch through all stages."""
+    """Run one batch through all stages."""
     output: StageOutput | None = None
     for index, stage in enumerate(stages):
         local = unmarked(batch)
@@ -201,7 +202,7 @@ class Twins:
         parents: dict[int, tuple[int, ...]] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """One batch through both; verified nodes do not stay."""
+        """Run one batch through both; verified nodes are dropped."""
         batch = self.sequences.batch(mode, counts, parents=parents, silent=silent)
         expected, actual = run(self.eager, batch), run(self.captured, batch)
         assert expected.logits is not None

@@ -62,7 +62,7 @@ class HandCopies:
         return copy
 
     def run(self, num: int | None = None) -> None:
-        """The next so many copies, or all."""
+        """Run the next `count` copies, or all."""
         for _ in range(len(self.waiting) if num is None else num):
             self.waiting.popleft()()
 
@@ -134,8 +134,11 @@ class DeviceStage:
         device: torch.device = HOST,
         route: Route = Route.PINNED,
     ) -> None:
-        """`device`: a real one, whose copies are then its own. With a direct route and no device,
-        the transport is given addresses of host memory as if they were a device's."""
+        """Create the stage. `device` is a real one, which then makes its own copies.
+
+        With a direct route and no device, the transport gets addresses of host memory as if they
+        were a device's.
+        """
         num_layers = max(spec.layer_id for spec in specs) + 1
         clock = SystemClock()
         self.specs, self.page_size, self.log = specs, page_size, EventLog()
@@ -181,7 +184,7 @@ class DeviceStage:
             tensor.view(-1).view(torch.uint8).copy_(data)
 
     def bytes_of(self, pages: Sequence[int], slot: int = 1) -> list[bytes]:
-        """What the records of a request hold, by layer and kind."""
+        """Return the bytes of a request's records, by layer and kind."""
         return [
             self.pools.records(spec.layer_id, spec.kind, index, 1).cpu().numpy().tobytes()
             for spec in self.specs

@@ -112,7 +112,7 @@ def build_stages(
     cuts: Sequence[int],
     capture_layers: frozenset[int] = frozenset(),
 ) -> list[StageExecutor]:
-    """A model cut before each layer of `cuts`."""
+    """Build a model cut before each layer of `cuts`."""
     return [
         build_stage(description, backends, LayerRange(start, end), capture_layers=capture_layers)[0]
         for start, end in pairwise([0, *cuts, description.facts.num_layers])
@@ -126,7 +126,7 @@ def build_stage(
     *,
     capture_layers: frozenset[int] = frozenset(),
 ) -> tuple[StageExecutor, StagePools]:
-    """Caches hold NaN, so that a read of what was never written shows."""
+    """Build a stage whose caches hold NaN, so that a read of anything unwritten shows."""
     geometry = PoolGeometry(PAGE, NUM_PAGES, NUM_SLOTS, layers, description.cache_specs(PAGE))
     pools = StagePools(geometry, device=str(backends.device), poison=True)
     runs_on = backends.of_stage(
@@ -143,7 +143,7 @@ def build_stage(
 
 
 def logits_of(stages: Sequence[StageExecutor], step: Step) -> Tensor:
-    """Through all stages, by the frames that travel between processes."""
+    """Run all stages, with the frames that travel between processes."""
     batch, output = step.batch(), StageOutput()
     for rank, stage in enumerate(stages):
         if rank:

@@ -77,8 +77,8 @@ class OracleDrafter:
         return [TokenTree()] * batch.num_rows
 
     def _tree(self, truth: list[int]) -> TokenTree:
-        """Level by level; the path to follow is a random node of each level, so that siblings
-        precede it."""
+        """Grow a tree level by level; the path to follow is a random node of each level, so that
+        siblings precede it."""
         tokens: list[int] = []
         parents: list[int] = []
         level, path = [-1], -1
@@ -137,8 +137,8 @@ def chain_behind(
     drawn: int,
     hidden: Mapping[int, Tensor],
 ) -> TokenTree:
-    """Four tokens that an `EagleDrafter` proposes behind a prompt and its first token. hidden: [T,
-    H] of the target's layers that the draft reads."""
+    """Return four tokens that an `EagleDrafter` proposes after a prompt and its first token.
+    hidden: [T, H] of the target's layers that the draft reads."""
     geometry = model.attention_geometry(16)
     assert isinstance(geometry, AttentionGeometry)
     pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in specs}
@@ -168,5 +168,5 @@ def chain_behind(
 
 
 def always(drafter: OracleDrafter) -> Callable[[int], OracleDrafter]:
-    """What a `Speculation` builds: this drafter, whatever the number of pages."""
+    """Return a builder for `Speculation` that returns this drafter for any number of pages."""
     return lambda num_pages: drafter

@@ -55,8 +55,8 @@ SHAPES = {
 
 
 def random_tensors(*, tied_head: bool) -> dict[str, Tensor]:
-    """The draft's own tensors, as `random_draft` makes them, with embedding and head of the random
-    target."""
+    """Return the draft's own tensors, as `random_draft` makes them, with embedding and head of the
+    random target."""
     tensors = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     for name, tensor in tensors.items():
         RandomWeights(seed=1).read(name, tensor)
@@ -73,8 +73,8 @@ def save_draft(
     prefix: str = "midlayer.",
     kept_ids: Sequence[int] = (),
 ) -> Path:
-    """Write a random draft as public files have it. `kept_ids`: the target's tokens in a smaller
-    vocabulary."""
+    """Write a random draft in the format of public files. `kept_ids`: the target's tokens in a
+    smaller vocabulary."""
     folder.mkdir(parents=True)
     tensors = {
         name.replace("layers.0.", prefix): tensor
@@ -109,7 +109,8 @@ class Eagle3Oracle(TreeOracle):
     def step(
         self, token: int, hidden: Tensor, position: int, cached: Cached
     ) -> tuple[Tensor, Cached]:
-        """One slot after those in `cached`; returns its hidden state [H] and the longer cache."""
+        """Run one slot after those in `cached`; return its hidden state [H] and the longer
+        cache."""
         w = self.tensors
         x = torch.cat(
             [

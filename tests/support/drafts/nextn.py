@@ -84,7 +84,7 @@ class NextNOracle(TreeOracle):
     def _indexed(
         self, x: Tensor, query_latent: Tensor, position: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Empty without an indexer."""
+        """Return the index key; empty without an indexer."""
         if not self.config.get("index_topk"):
             return (torch.empty(0),) * 3
         heads, dim = self.config["index_n_heads"], self.config["index_head_dim"]
@@ -132,7 +132,7 @@ class NextNOracle(TreeOracle):
         return self._linear(f"{name}.down_proj", gate * self._linear(f"{name}.up_proj", x))
 
     def _rotate_index(self, x: Tensor, position: int) -> Tensor:
-        """The first dimensions: GLM-5 turns pairs, DeepSeek-V3.2 halves."""
+        """Rotate the first dimensions: GLM-5 rotates pairs, DeepSeek-V3.2 halves."""
         size = self.config["qk_rope_head_dim"]
         turned, rest = x[..., :size], x[..., size:]
         if self.config["model_type"] == "glm_moe_dsa":
@@ -142,7 +142,7 @@ class NextNOracle(TreeOracle):
         return torch.cat([paired[..., 0::2], paired[..., 1::2], rest], -1)
 
     def _rotate_pairs(self, x: Tensor, position: int) -> Tensor:
-        """Dimensions 2i and 2i + 1 by position * theta^(-2i / size)."""
+        """Rotate dimensions 2i and 2i + 1 by position * theta^(-2i / size)."""
         size = x.shape[-1]
         angles = position * 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         even, odd = x[..., 0::2], x[..., 1::2]
@@ -171,7 +171,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def nan_pools(
     model: DraftModel, page_size: int, num_pages: int
 ) -> dict[CacheKind, dict[int, Tensor]]:
-    """A draft's pools in which every byte that was never written is NaN."""
+    """Return a draft's pools in which every unwritten byte is NaN."""
     pools: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
     for spec in model.cache_specs(page_size):
         pools[spec.kind][spec.layer_id] = torch.full(

@@ -27,23 +27,24 @@ class TreeOracle:
     layers: tuple[int, ...]
 
     def first_hidden(self, feature: Tensor) -> Tensor:
-        """What a slot reads in the place of an earlier step's hidden state."""
+        """Return the input of a slot in place of an earlier step's hidden state."""
         raise NotImplementedError
 
     def step(
         self, token: int, hidden: Tensor, position: int, cached: Cached
     ) -> tuple[Tensor, Cached]:
-        """One slot after those in `cached`; returns its hidden state and the longer cache."""
+        """Run one slot after those in `cached`; return its hidden state and the longer cache."""
         raise NotImplementedError
 
     def log_p(self, hidden: Tensor) -> Tensor:
-        """[vocab] of the token after the next."""
+        """Return log probabilities [vocab] of the token after the next."""
         raise NotImplementedError
 
     def tree(
         self, features: Sequence[Tensor], tokens: Sequence[int], start: int, shape: Shape
     ) -> TokenTree:
-        """The tree after slots of these features and next tokens, at positions from `start` on."""
+        """Grow the tree after slots of these features and next tokens, at positions from `start`
+        on."""
         cached: Cached = []
         hidden = torch.empty(0)
         for offset, (feature, token) in enumerate(zip(features, tokens, strict=True)):
@@ -51,8 +52,8 @@ class TreeOracle:
         return self.tree_behind(hidden, cached, start + len(tokens), shape)
 
     def tree_behind(self, hidden: Tensor, cached: Cached, position: int, shape: Shape) -> TokenTree:
-        """The tree at that position, after a slot of this hidden state, whose own part is the last
-        of `cached`."""
+        """Grow the tree at that position, after a slot of this hidden state, whose own part is the
+        last of `cached`."""
         # (score, created, token, parent, hidden it was predicted from, cache before it)
         found: list[tuple[float, int, int, int, Tensor, Cached]] = []
         frontier = self._children(found, -1, 0.0, hidden, cached, shape.width)
@@ -126,7 +127,7 @@ class CheckedDrafter:
         return trees
 
     def _expected(self, key: int) -> TokenTree:
-        """The oracle goes on behind the slots that it knows of the request's last tree."""
+        """Continue the oracle after the slots that it knows of the request's last tree."""
         slots, known = self.slots[key], self.known.get(key, [])
         known = [
             each

@@ -58,8 +58,8 @@ def feed(
     table_width: int = 0,
     trees: Sequence[tuple[int, ...]] | None = None,
 ) -> Tensor:
-    """One forward: the next tokens of each prompt, as many as stated; `trees`: their parents.
-    Outputs are also kept on the prompts."""
+    """Run one forward with the next tokens of each prompt, as many as stated; `trees`: their
+    parents. Outputs are also kept on the prompts."""
     rows = [Row(count, prompt.fed, prompt.pages) for prompt, count in parts]
     spec_info = None if trees is None else tree_info(*trees)
     batch = make_batch(mode, rows, table_width=table_width, spec_info=spec_info)
@@ -80,7 +80,7 @@ def feed(
 
 
 def tree_info(*trees: tuple[int, ...]) -> SpecInfo:
-    """A batch's trees, by the parents of each row's nodes."""
+    """Build a batch's trees from the parents of each row's nodes."""
     return SpecInfo(
         torch.zeros(sum(map(len, trees)), dtype=torch.long),
         tuple(SpecRow(parents) for parents in trees),
@@ -88,7 +88,7 @@ def tree_info(*trees: tuple[int, ...]) -> SpecInfo:
 
 
 def dense(prompt: Prompt, geometry: AttentionGeometry, *, visible: Tensor | None = None) -> Tensor:
-    """The same in fp64 over all tokens at once; causal unless `visible` [n, n] says otherwise."""
+    """Compute the same in fp64 over all tokens at once; causal unless `visible` [n, n] is given."""
     share = geometry.num_heads // geometry.num_kv_heads
     q, k, v = (x.double().transpose(0, 1) for x in (prompt.q, prompt.k, prompt.v))
     k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
@@ -100,6 +100,6 @@ def dense(prompt: Prompt, geometry: AttentionGeometry, *, visible: Tensor | None
 def poisoned_pool(
     num_pages: int, geometry: AttentionGeometry, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A KV tensor in which every byte that was never written is NaN."""
+    """Create a KV tensor in which every unwritten byte is NaN."""
     shape = (num_pages, 2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
     return torch.full(shape, float("nan"), dtype=dtype)

@@ -26,8 +26,8 @@ def make_batch(
     spec_info: SpecInfo | None = None,
     table_width: int = 0,
 ) -> ForwardBatch:
-    """A batch of these rows; page tables are padded with the null page to `table_width` or the
-    longest row."""
+    """Build a batch of these rows; page tables are padded with the null page to `table_width` or
+    the longest row."""
     width = max([table_width, 1, *(len(row.pages) for row in rows)])
     tables = [[*row.pages, *[0] * (width - len(row.pages))] for row in rows]
     positions = [torch.arange(row.context_len, row.context_len + row.query_len) for row in rows]

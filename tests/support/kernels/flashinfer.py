@@ -154,7 +154,8 @@ def partial_results(
     num_tokens: int,
     is_captured: bool,
 ) -> int:
-    """Bytes that FlashInfer's scheduler for ragged rows sets aside where it may share out keys."""
+    """Return the bytes that FlashInfer's scheduler for ragged rows reserves if it may split
+    keys."""
     share, places = num_heads // num_kv_heads, _CTAS // num_kv_heads
     if not is_captured:
         tile = 128 if head_dim < 256 else 64

@@ -86,7 +86,7 @@ def of_small_kernels(given: Inputs, team: Team) -> list[torch.Tensor]:
 
 
 def of_large_kernels(given: Inputs, team: Team) -> list[torch.Tensor]:
-    """Each takes seconds to compile."""
+    """Run kernels that each take seconds to compile."""
     return [
         attend_in_place(given.pages, given.queries, ROWS, 0.2, team),
         delta_chunks(given.delta, RECURRENT_ROWS, torch.zeros(2, 2, 20, 20), team),

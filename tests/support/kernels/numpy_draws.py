@@ -13,7 +13,7 @@ Ids = NDArray[np.int64]
 
 
 def drawn(logits: Floats, params: SamplingParams, position: int) -> int:
-    """A token of [vocab] logits, the largest of which is finite."""
+    """Sample a token of [vocab] logits, the largest of which is finite."""
     if params.temperature == 0:
         return int(logits.argmax())
     ids, weights = filtered(logits, params)
@@ -21,8 +21,8 @@ def drawn(logits: Floats, params: SamplingParams, position: int) -> int:
 
 
 def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
-    """Ids [n], ascending, and weights [n] of the tokens that may be drawn; the weights need not sum
-    to 1.
+    """Return ids [n], ascending, and weights [n] of the tokens that may be sampled; the weights
+    need not sum to 1.
 
     Temperature, then top-k, then top-p of what top-k left, then min-p; equal weights stay in the
     order of their ids, so exactly k tokens pass top-k. `params.temperature` is above 0 and the
@@ -43,18 +43,17 @@ def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
 
 
 def _highest(values: Floats, count: int) -> Ids:
-    """Ids of the `count` largest values, ascending; of equal ones the lower ids."""
+    """Return ids of the `count` largest values, ascending; of equal ones the lower ids."""
     return np.sort(largest(values, count))
 
 
 def _nucleus_size(weights: Floats, top_p: float) -> int:
-    """How many of the largest weights it takes to hold a share of at least `top_p`; at least
-    one."""
+    """Return how many of the largest weights hold a share of at least `top_p`; at least one."""
     return int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), top_p * float(weights.sum()))) + 1
 
 
 def _inverse(weights: Floats, point: float) -> int:
-    """The first index whose cumulative share exceeds `point`.
+    """Return the first index whose cumulative share exceeds `point`.
 
     The largest weight is 1 and `point` at most 1 - 2**-53, so the product below stays under the
     total when rounded, and the index found has weight.

@@ -65,7 +65,7 @@ def feed(recurrent: RecurrentBackend, mode: ForwardMode, *parts: tuple[Tokens, i
 
 
 def delta_rule(tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time, in fp64. Returns outputs and the last state."""
+    """Compute the definition, one token at a time, in fp64; return outputs and the last state."""
     share = V_HEADS // K_HEADS
     q, k, v, g, beta = (x[:count].double() for x in tokens.inputs)
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -81,7 +81,7 @@ def delta_rule(tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
 
 
 def convolution(tokens: Tokens, count: int) -> Tensor:
-    """The definition in fp64: zeros before the first token, one filter per channel."""
+    """Compute the definition in fp64: zeros before the first token, one filter per channel."""
     padded = torch.cat([torch.zeros(KERNEL - 1, CHANNELS), tokens.x[:count]]).double()
     total = torch.stack([(padded[t : t + KERNEL] * WEIGHT.T.double()).sum(0) for t in range(count)])
     return total / (1 + torch.exp(-total))

@@ -315,7 +315,7 @@ def make_checkpoint(
 
 
 def _publish_kimi_linear(path: Path) -> None:
-    """Fields and names as in the published files, where transformers writes others."""
+    """Rename fields and tensors as in the published files, if transformers writes others."""
     config = json.loads((path / "config.json").read_text())
     derived = (
         "layer_types",
@@ -344,11 +344,11 @@ def _publish_kimi_linear(path: Path) -> None:
 
 
 def add_nextn(source: Path, path: Path, **fields: object) -> Path:
-    """Write checkpoint `source` to `path` with NextN layers behind the last one, under their public
+    """Write checkpoint `source` to `path` with NextN layers after the last one, under their public
     names, and `fields` in its config: one, or as many as `num_nextn_predict_layers` says.
 
-    transformers knows no such layer; these have the shapes of the last layer with experts and all
-    its own parts.
+    transformers has no such layer; these have the shapes of the last layer with experts and their
+    own parts.
     """
     path.mkdir()
     config = json.loads((source / "config.json").read_text())
@@ -423,22 +423,24 @@ def add_assistant(target: Path, path: Path) -> Path:
 
 @contextmanager
 def every_layer_reads() -> Iterator[None]:
-    """transformers 5.23 refuses to build what an assistant is: layers of which none writes keys."""
+    """Allow an assistant in transformers 5.23, which refuses a model of which no layer writes
+    keys."""
     modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
     with patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", modes):
         yield
 
 
 def _last_whole_layer(tensors: Mapping[str, Tensor]) -> str:
-    """The key prefix of the last layer with experts and, where any layer has one, an indexer."""
+    """Return the key prefix of the last layer with experts and, if any layer has one, an
+    indexer."""
     layers = {int(key.split(".")[2]) for key in tensors if ".mlp.experts." in key}
     with_indexer = {int(key.split(".")[2]) for key in tensors if ".indexer." in key}
     return f"model.layers.{max(layers & with_indexer if with_indexer else layers)}."
 
 
 def oracle(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The checkpoint in transformers, as a causal language model over text, in its own dtype unless
-    given."""
+    """Load the checkpoint in transformers as a causal language model over text, in its own dtype
+    unless given."""
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype or "auto"
     )
@@ -448,8 +450,8 @@ def oracle(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 @torch.no_grad()
 def spread_weights(model: nn.Module, seed: int = 0) -> None:
-    """Random weights that make a lively model: fan-in scaling and norms, biases and decays away
-    from their neutral values, so that a forgotten one shows and the best token has a margin."""
+    """Set random weights of a lively model: fan-in scaling, and norms, biases and decays away from
+    their neutral values, so that a forgotten one shows and the best token has a margin."""
     generator = torch.Generator().manual_seed(seed)
     zero_centred = {
         name

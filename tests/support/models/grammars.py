@@ -15,15 +15,14 @@ LONG_S = 60.0  # nothing here is about time
 
 
 def wait_long_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for a second makes no grammar too slow. Tests of that limit bring
-    their own."""
+    """Lengthen the timeout of masks for machines that stall. Tests of that limit set their own."""
     monkeypatch.setattr(process, "ANSWER_S", LONG_S)
     monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
     monkeypatch.setattr("engine.sampling.guided.STEP_WAIT_S", LONG_S)
 
 
 def allowed_after(text: GuidedText, kept: int, token_ids: Sequence[int]) -> NDArray[np.bool_]:
-    """[VOCAB_SIZE]. Fails with the problem if there is one."""
+    """Return the mask [VOCAB_SIZE]; fail with the problem if there is one."""
     job = text.ask(kept, token_ids)
     assert job.wait(time.monotonic() + LONG_S)
     assert job.problem == ""
@@ -33,7 +32,7 @@ def allowed_after(text: GuidedText, kept: int, token_ids: Sequence[int]) -> NDAr
 def fresh_after(
     grammars: Grammars, grammar: Grammar, token_ids: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Of a text of its own."""
+    """Return the mask of a new matcher after this text."""
     text = grammars.open(grammar)
     try:
         return allowed_after(text, 0, token_ids)

@@ -10,7 +10,7 @@ EOS = 2  # as the tiny checkpoints have it
 
 
 def write_character_tokenizer(folder: Path) -> None:
-    """`tokenizer.json` of a byte-level BPE without merges."""
+    """Write `tokenizer.json` of a byte-level BPE without merges."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte): byte for byte in printable} | {

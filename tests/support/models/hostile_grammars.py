@@ -14,7 +14,7 @@ def regex(text: str) -> Grammar:
 
 
 def never_compiled(name: str = "") -> Grammar:
-    """250 bytes whose product of automata has millions of states."""
+    """Return 250 bytes whose product of automata has millions of states."""
     return schema(
         {
             "title": name,
@@ -26,8 +26,8 @@ def never_compiled(name: str = "") -> Grammar:
 
 
 def slow_to_follow() -> Grammar:
-    """18 KB in which every bracket may begin any of hundreds of lists: compiles at once, but each
-    mask is slow."""
+    """Return 18 KB in which every bracket may begin any of hundreds of lists: it compiles at once,
+    but each mask is slow."""
     names = [f"d{number}" for number in range(60)]
     lists = {
         name: {

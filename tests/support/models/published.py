@@ -82,7 +82,7 @@ _BLOCK = 1 << 22  # numbers that are drawn once and written again and again
 def write_published(
     folder: Path, config_class: str, fields: dict[str, Any], *, has_weights: bool = False
 ) -> Path:
-    """A checkpoint in bf16. Without weights its file has the full size, and no disk behind it: all
+    """Write a checkpoint in bf16. Without weights its file is sparse, of full size and all
     zeros."""
     config = getattr(transformers, config_class)(**fields, dtype="bfloat16")
     with torch.device("meta"):

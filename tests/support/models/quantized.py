@@ -49,7 +49,7 @@ def coded(
     symmetric: bool = True,
     rounds: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes (fp32), scales and zero points by block, and the weight that they mean."""
+    """Return codes (fp32), scales and zero points by block, and the dequantized weight."""
     height, width = block[0] or weight.shape[0], block[1] or weight.shape[1]
     padded = torch.nn.functional.pad(
         weight, (0, -weight.shape[1] % width, 0, -weight.shape[0] % height)
@@ -77,7 +77,8 @@ def fp8(
     scale_dtype: torch.dtype,
     *shape: int,
 ) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
-    """`shape` of the tensor of scales, -1 for what follows; as the blocks lie if not given."""
+    """Quantize to FP8. `shape` is that of the tensor of scales, -1 for the rest; in the order of
+    blocks if not given."""
 
     def code(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, scales, _, meant = coded(
@@ -105,8 +106,8 @@ def int8(
 
 
 def packed(numbers: Tensor, bits: int, axis: int, order: tuple[int, ...]) -> Tensor:
-    """int32 words along `axis`, padded with zeros; the number at place i of a word's bits is number
-    order[i] of it."""
+    """Pack int32 words along `axis`, padded with zeros; the number at place i of a word's bits is
+    number order[i] of it."""
     per_word = 32 // bits
     if axis == 0:
         return packed(numbers.t(), bits, 1, order).t().contiguous()
@@ -126,7 +127,7 @@ def packed(numbers: Tensor, bits: int, axis: int, order: tuple[int, ...]) -> Ten
 def int4_compressed(
     group: int, *, bits: int, symmetric: bool
 ) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
-    """Signed codes, stored with an offset that makes them positive."""
+    """Return signed codes, stored with an offset that makes them positive."""
     offset, order = 1 << (bits - 1), tuple(range(32 // bits))
 
     def code(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -164,7 +165,7 @@ def awq(group: int) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
 def gptq(
     group: int, *, bits: int = 4, lacks: int = 1, reorders: bool = False
 ) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
-    """`reorders`: columns are grouped in an order of their own (`desc_act`)."""
+    """Quantize as GPTQ. `reorders`: columns are grouped in their own order (`desc_act`)."""
     in_order = tuple(range(32 // bits))
 
     def code(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -331,8 +332,8 @@ LAYOUTS = {
 
 
 def write_quantized(source: Path, path: Path, layout: str) -> Path:
-    """Checkpoint `source` in a layout, and beside it (`path` with "-meant") one that stores what it
-    means."""
+    """Write checkpoint `source` in a layout, and next to it (`path` with "-meant") the dequantized
+    one."""
     chosen, config = LAYOUTS[layout], json.loads((source / "config.json").read_text())
     quantized: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}

@@ -99,11 +99,11 @@ class StageDriver:
         )
 
     def forget(self, row: int) -> None:
-        """The sequence ends; its pages and slot stay as they are, for the next one."""
+        """End the sequence; its pages and slot keep their contents for the next one."""
         self._lengths[row] = 0
 
     def fill_what_nobody_owns(self, value: float) -> None:
-        """Overwrite the null records, those of sequences without tokens, and pages behind a
+        """Overwrite the null records, those of sequences without tokens, and pages after a
         sequence's last token."""
         page_size = self._page_size
         for (_, kind), pool in self.pools.items():
@@ -121,7 +121,7 @@ class StageDriver:
                 pool[index].narrow(dim, kept, page_size - kept).fill_(value)
 
     def run(self, batch: ForwardBatch) -> StageOutput:
-        """One batch through all stages."""
+        """Run one batch through all stages."""
         output = StageOutput()
         for index, (stage, context) in enumerate(zip(self.stages, self.contexts, strict=True)):
             local = unmarked(batch)

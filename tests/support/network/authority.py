@@ -42,8 +42,8 @@ class Authority:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(self, *names: str, lifetime: tuple[timedelta, timedelta] = (-DAY, DAY)) -> Issued:
-        """For DNS names, and URIs where a name has `://`; good for connections to 127.0.0.1,
-        too."""
+        """Issue a certificate for DNS names, and URIs if a name has `://`; valid for connections to
+        127.0.0.1, too."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
         alternative = [
@@ -65,7 +65,7 @@ class Authority:
         )
 
     def files(self, folder: Path, *names: str, **options: tuple[timedelta, timedelta]) -> TlsFiles:
-        """What a process that holds `names` is given, on disk."""
+        """Write the files of a process with the certificate of `names`."""
         return write(folder, self.pem, self.issue(*names, **options))
 
     def store(
@@ -75,7 +75,7 @@ class Authority:
 
 
 def write(folder: Path, ca: bytes, issued: Issued) -> TlsFiles:
-    """Write, or replace one after the other, the three files."""
+    """Write the three files, or replace them one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     files = TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
     assert files.cert is not None

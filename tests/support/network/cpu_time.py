@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 
 def least_cpu_s(wait: Callable[[], object], turns: int = 3) -> float:
-    """Seconds in the cheapest of `turns`. What polls pays in every one; a collection of garbage, in
-    whichever turn it falls, takes tenths of a second in a process that has run thousands of tests,
-    and is no wait's doing."""
+    """Return the CPU seconds of the cheapest of `turns`.
+
+    Polling costs time in every turn. A garbage collection in one of them takes tenths of a second
+    in a process that has run thousands of tests, and is not caused by the wait.
+    """
     least_s = float("inf")
     for _ in range(turns):
         began_s = time.thread_time()

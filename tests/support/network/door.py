@@ -33,7 +33,7 @@ class Watched(CachelessWorker):
 
 @asynccontextmanager
 async def serving(security: ServerSecurity) -> AsyncIterator[str]:
-    """An echo server behind `security`; its address."""
+    """Run an echo server with `security`; yield its address."""
     server = GrpcServer(
         ServerOptions(listen="127.0.0.1:0"),
         services=(SERVICE,),
@@ -47,7 +47,7 @@ async def serving(security: ServerSecurity) -> AsyncIterator[str]:
 
 
 async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
-    """The model's name, or the typed error behind the status."""
+    """Return the model's name; raise the typed error of the status."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     try:
         info: pb.GetModelInfoResponse = await stub.GetModelInfo(
@@ -61,7 +61,7 @@ async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
 def plain_client(
     address: str, ca: bytes, key: bytes | None = None, certificate: bytes | None = None
 ) -> grpc.aio.Channel:
-    """A channel as an outside client makes it."""
+    """Open a channel as an outside client does."""
     return grpc.aio.secure_channel(
         address,
         grpc.ssl_channel_credentials(ca, key, certificate),

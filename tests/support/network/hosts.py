@@ -33,13 +33,13 @@ _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 
 
 def is_private() -> bool:
-    """Whether this process is the only one in its network, with those it starts."""
+    """Return whether the network namespace has only this process and its children."""
     return _PRIVATE in os.environ
 
 
 def become_private(module: str) -> None:
-    """Run `module` of the same command line again in namespaces of its own, from which nothing is
-    left when it ends. Does not return.
+    """Run `module` of the same command line again in private namespaces that end with it. Does not
+    return.
 
     Raises:
         ConfigError: this machine does not allow it; the message says what is missing.
@@ -57,14 +57,14 @@ def become_private(module: str) -> None:
 
 
 def rerun_private(module: str) -> NoReturn:
-    """Run `module` likewise where hosts of its own are not needed. Raises ConfigError."""
+    """Run `module` likewise without hosts in their own namespaces. Raises ConfigError."""
     _try([*_UNSHARE, "sh", "-c", "ip link set lo up && mount --bind /etc/hosts /etc/resolv.conf"])
     os.environ[_PRIVATE] = "1"
     os.execvp(_UNSHARE[0], [*_UNSHARE, sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def enter(name: str) -> None:
-    """Become a process of this host: its interfaces, also as /sys shows them. Before the first
+    """Move this process to the host: its interfaces, also as /sys shows them. Call before the first
     thread starts."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.open(NAMESPACES / name, os.O_RDONLY)
@@ -104,14 +104,13 @@ class Network:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Namespaces end with the last process in them."""
+        """Rely on the kernel: namespaces end with the last process in them."""
 
     def host(self, name: str) -> str:
         return self._hosts[name]
 
     def cut(self, source: str, destination: str) -> None:
-        """From now on nothing that `source` sends reaches `destination`. The other way is another
-        cut."""
+        """Drop packets from `source` to `destination`. The other direction is another cut."""
         _ip(
             "-n",
             source,
@@ -128,7 +127,7 @@ class Network:
         self._cuts.append((source, destination))
 
     def mend(self) -> None:
-        """All cuts."""
+        """Remove all cuts."""
         while self._cuts:
             source, destination = self._cuts.pop()
             _ip("-n", source, "neigh", "del", self._hosts[destination], "dev", "eth0")

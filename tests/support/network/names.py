@@ -96,8 +96,8 @@ def _name_in(question: bytes) -> tuple[str, int]:
 
 
 def become_named(module: str) -> None:
-    """Run `module` of the same command line again in a network of its own, in which NAME_SERVER is
-    asked for all names; return there.
+    """Run `module` of the same command line again in a private network that resolves all names by
+    NAME_SERVER; return there.
 
     Raises:
         ConfigError: this machine does not allow it; the message says what is missing.

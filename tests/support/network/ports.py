@@ -12,7 +12,7 @@ _LOW, _HIGH = (
 
 @contextmanager
 def taken_port(host: str) -> Iterator[int]:
-    """A port of the host that somebody listens on; the ones before and after it are free."""
+    """Return a port with a listener; the ports before and after it are free."""
     for port in range(_LOW + 1, _HIGH, 3):
         with ExitStack() as sockets:
             # the middle one first: it is held to the end, so that another test passes over all

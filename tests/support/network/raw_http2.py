@@ -13,14 +13,14 @@ Fields = Iterable[tuple[bytes, bytes]]
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
-    """One frame."""
+    """Encode one frame."""
     return (
         len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
     )
 
 
 def block(path: bytes, fields: Fields = ()) -> bytes:
-    """The header block of a gRPC call to `path`, in HPACK literals that are not indexed."""
+    """Encode the header block of a gRPC call to `path`, in HPACK literals that are not indexed."""
     required = (
         (b":path", path),
         (b":authority", b"x"),
@@ -33,7 +33,7 @@ def block(path: bytes, fields: Fields = ()) -> bytes:
 def call(
     path: bytes, fields: Fields = (), message: bytes = b"", *, stream: int = 1, compressed: int = 0
 ) -> bytes:
-    """A whole call of one message, of which `compressed` is gRPC's flag."""
+    """Encode a whole call of one message; `compressed` is gRPC's flag."""
     content = bytes([compressed]) + len(message).to_bytes(4, "big") + message
     parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
     frames = [frame(DATA, part, END_STREAM * (part is parts[-1]), stream) for part in parts]
@@ -59,7 +59,7 @@ class RawConnection:
         self._writer = writer
 
     async def send(self, content: bytes) -> None:
-        """Raises ConnectionError once the server has closed the connection."""
+        """Send; raise ConnectionError once the server has closed the connection."""
         self._writer.write(content)
         await self._writer.drain()
 

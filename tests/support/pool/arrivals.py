@@ -54,8 +54,8 @@ SOURCE_PAGES = (3, 4, 5, 9, 10)
 
 
 def specs() -> tuple[CacheSpec, ...]:
-    """Pages and a slot on every layer; no two layers have states of the same size, so a message
-    tells its layer."""
+    """Return pages and a slot on every layer; no two layers have states of the same size, so a
+    message identifies its layer."""
     return tuple(
         spec
         for layer_id in range(NUM_LAYERS)
@@ -84,7 +84,7 @@ class _Group:
         self.reports = SessionReports(self._loop)
 
     def on_report(self, rank: int, event: StageSessionEvent) -> None:
-        """From the agents' threads."""
+        """Handle a report, on the agents' threads."""
         self._loop.call_soon_threadsafe(self.reports.deliver, rank, event)
 
     @property
@@ -145,7 +145,7 @@ class Arrivals:
         self.router = decode_call(self.service.Serve)
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample; 0 for one that never moved."""
+        """Return a sample; 0 if it was never changed."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     async def open(
@@ -155,7 +155,7 @@ class Arrivals:
         stop_token_ids: Sequence[int] = (),
         remaining_s: float | None = None,
     ) -> tuple[DecodeStream, DestinationTerms]:
-        """A request up to its destination terms."""
+        """Open a request and return it with its destination terms."""
         stream = self.begin(
             max_tokens=max_tokens, stop_token_ids=stop_token_ids, remaining_s=remaining_s
         )
@@ -170,8 +170,7 @@ class Arrivals:
         remaining_s: float | None = None,
         has_source: bool = True,
     ) -> DecodeStream:
-        """A request whose reservation is asked for; without a source the pool is to compute the
-        rest itself."""
+        """Open a request with a reservation; without a source the pool computes the rest itself."""
         request = types_pb2.EngineRequest(
             request_id="r",
             prompt_token_ids=PROMPT,
@@ -196,7 +195,7 @@ class Arrivals:
         layers: Callable[[int], bool] = lambda layer_id: True,
         request_key: int = 1,
     ) -> None:
-        """The source has computed these layers."""
+        """Compute and send these layers at the source."""
         self.source.open_send(self.terms, destination, request_key=request_key)
         self.finish_layers(layers, request_key=request_key)
 
@@ -206,7 +205,7 @@ class Arrivals:
                 stage.agent.layer_done(request_key, layer_id, len(PROMPT))
 
     def next_batch(self) -> ForwardBatch | None:
-        """What the engine would run now."""
+        """Return the batch that the engine would run now."""
         batches: list[ForwardBatch | None] = []
         call(self.loop, lambda: batches.append(self.scheduler.next_batch()))
         return batches[0]
@@ -223,7 +222,7 @@ class Arrivals:
 
 
 def cancelled() -> pb.DecodeInput:
-    """The router gives a request up."""
+    """Return the router's cancellation of a request."""
     return pb.DecodeInput(cancelled=types_pb2.RequestCancelled())
 
 
@@ -233,7 +232,7 @@ def first_token(token: int = 7) -> pb.DecodeInput:
 
 @asynccontextmanager
 async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
-    """`caches`: what has landed is kept."""
+    """Run the service; `caches` keeps received prompts."""
     network, group, complaints = MemoryNetwork(), _Group(), list[str]()
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs())
     dest = Pool(

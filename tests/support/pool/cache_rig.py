@@ -30,31 +30,31 @@ class CacheRig(Generic[SchedulerT]):
         self.memory = TokenMemory(page_size)
 
     def count(self, name: str, **labels: str) -> float:
-        """A counter of the cache."""
+        """Return a counter of the cache."""
         return self.registry.get_sample_value(f"baton_cache_{name}_total", labels) or 0
 
     def tokens_of(self, key: int) -> Sequence[int]:
-        """What a request is to have in its pages."""
+        """Return the tokens that a request must have in its pages."""
         raise NotImplementedError
 
     def on_row(self, key: int, context: int, count: int, *, draws: bool) -> None:
-        """A row was computed."""
+        """Handle a computed row."""
 
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
-        """The scheduler gets what became of a batch."""
+        """Give the scheduler the result of a batch."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Every request that is left is released."""
+        """Release every remaining request."""
         raise NotImplementedError
 
     @property
     def kept(self) -> set[int]:
-        """Pages of the cache."""
+        """Return the pages of the cache."""
         return self.scheduler.pages.ledger.kept_ids()
 
     def launch(self) -> ForwardBatch | None:
-        """The next batch, run: it reads what stands before its tokens, and writes these."""
+        """Launch and run the next batch: read the entries before its tokens and write theirs."""
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
@@ -68,14 +68,14 @@ class CacheRig(Generic[SchedulerT]):
         return batch
 
     def spoil(self, batch: ForwardBatch) -> None:
-        """Whatever the batch wrote is worth nothing."""
+        """Invalidate everything the batch wrote."""
         for row, (context, count) in enumerate(
             zip(batch.context_lens, batch.query_lens, strict=True)
         ):
             self.memory.spoil(batch.page_tables[row].tolist(), context, context + count)
 
     def check(self) -> None:
-        """Free, cached and leased are all there is, and no lease is nobody's."""
+        """Check that every page is free, cached or leased, and that every lease has an owner."""
         for ledger in (self.scheduler.pages.ledger, self.scheduler.slots.ledger):
             books = read_books(ledger)
             assert not books.faults, str(books)

@@ -24,7 +24,7 @@ KINDS = ("shm", "tcp", "lanes")
 
 
 def channel_of(rank: int, kind: str) -> PoolChannel:
-    """`kind`: a UCX profile, tensors within the frames; or lanes beside them, by gloo."""
+    """Build a channel. `kind`: a UCX profile with tensors within the frames, or lanes by gloo."""
     profile = TransportProfile.SHM if kind == "lanes" else TransportProfile(kind)
     frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + 4096, profile=profile)
     return PoolChannel(
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def pass_on(channel: PoolChannel, packet: Packet, rank: int) -> None:
-    """Tensors have no way back to stage 0: their sums go in the frame."""
+    """Pass a packet on. Tensors cannot return to stage 0, so their sums go in the frame."""
     sums = b"".join(b" %d" % int(tensor.sum()) for tensor in packet.tensors)
     sent = (
         Packet(bytes(packet.record) + sums)

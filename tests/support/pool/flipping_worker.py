@@ -20,7 +20,7 @@ def flip(
     deadline_s: float,
     timeout_s: float,
 ) -> None:
-    """After the frame was sealed, as a faulty network card would."""
+    """Flip a bit after the frame was sealed, as a faulty network card would."""
     if next(numbers) == frame_number:
         frame = bytearray(frame)
         frame[bit // 8 % len(frame)] ^= 1 << bit % 8

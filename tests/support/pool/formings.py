@@ -8,6 +8,6 @@ KEY = bytes(range(32))
 def forming_of(
     epoch: int, size: int, *, pool: str = "pool", session: int = 0, key: bytes = KEY
 ) -> Forming:
-    """Return the forming `epoch` of a pool with this name. Its members are named by pool and
+    """Return the formation `epoch` of a pool with this name. Its members are named by pool and
     rank."""
     return Forming(epoch, session or epoch, tuple(f"{pool}-{rank}" for rank in range(size)), key)

@@ -67,7 +67,7 @@ def build_executor(
     ranks: StageRanks | None = None,
     overlap: Overlap | None = None,
 ) -> tuple[StageExecutor, StagePools]:
-    """One stage, or a rank of it; its pools hold NaN, so that a read of what was never written
+    """Build one stage, or a rank of it; its pools hold NaN, so that a read of anything unwritten
     shows."""
     own = ONLY_RANK if ranks is None else ranks.own
     description = description.of_rank(own)
@@ -189,9 +189,8 @@ def pipeline(
     overlaps: Sequence[Overlap] = (),
     steps_ahead: bool = False,
 ) -> Iterator[tuple[Pipeline, tuple[StagePools, ...]]]:
-    """A pipeline of `size` stages of `tp` ranks, and what each has in its memory; those behind the
-    head run in threads of their own. `overlaps`: one of each process, where batches run in
-    halves."""
+    """Return a pipeline of `size` stages of `tp` ranks, and the memory of each; those after the
+    head run in their own threads. `overlaps`: one of each process that runs batches in halves."""
     ranges = [
         get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)
     ]
@@ -279,7 +278,7 @@ def pipeline(
 
 
 def _serve(follower: FollowerStage, channel: TensorChannel) -> None:
-    """Until the pool breaks, which the others then learn, as they do from the membership."""
+    """Serve until the pool breaks, which the others then learn as they do from the membership."""
     try:
         while True:
             follower.step(5)
@@ -325,11 +324,11 @@ class LocalPool:
 
     @property
     def scheduler(self) -> DecodeScheduler:
-        """The first, which is the only one without data ranks."""
+        """Return the first scheduler, the only one without data ranks."""
         return self.schedulers[0]
 
     def generate(self, requests: list[Request], timeout_s: float = 240) -> list[Answer]:
-        """Submit all at once, to the data ranks in turn, and wait for every answer."""
+        """Submit all at once, to the data ranks in turn, and wait for every output."""
         answers = [Answer() for _ in requests]
 
         def submit() -> None:
@@ -362,7 +361,7 @@ def local_pool(
     overlaps: Sequence[Overlap] = (),
     steps_ahead: bool = False,
 ) -> Iterator[LocalPool]:
-    """Generates without a handoff: the reference of every topology."""
+    """Run a pool that generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
     num_slots = (max_held or max_running) + 1 if needs_slots else 0
@@ -420,7 +419,7 @@ def local_pool(
 
 @contextmanager
 def running(stages: Pipeline, *schedulers: Scheduler) -> Iterator[EngineLoop]:
-    """A loop of these schedulers, one of each data rank."""
+    """Run a loop of these schedulers, one of each data rank."""
     loop = EngineLoop(*schedulers)
     loop.start()
     loop.post(lambda: loop.attach(stages))

@@ -92,7 +92,7 @@ class _Agents:
             agent.start()
 
     def of(self, data_rank: int) -> list[tuple[EventLog, TransferAgent]]:
-        """Those of a data rank's processes, stage by stage."""
+        """Return the agents of a data rank's processes, stage by stage."""
         _, tp, dp = self._layout
         return [
             each for process, each in enumerate(self._all) if process % tp * dp // tp == data_rank
@@ -113,7 +113,8 @@ class PoolPair:
     dests: _Agents
 
     def generate(self, requests: Sequence[Request]) -> list[list[SampledToken]]:
-        """All at once, each side's by its data ranks in turn; keys on both sides count from 1."""
+        """Submit all at once, to each side's data ranks in turn; keys on both sides count from
+        1."""
         prompts = [
             self._read(scheduler, request)
             for scheduler, request in zip(cycle(self.prompts), requests, strict=False)
@@ -156,7 +157,8 @@ class PoolPair:
         return prompt
 
     def _hand_over(self, num_tokens: int, prompt: Prompt, reservation: Reservation) -> None:
-        """From the processes of the data rank that read it to those of the one that goes on."""
+        """Hand over from the processes of the data rank that prefilled it to those that decode
+        it."""
         started, session_id = prompt.started, f"s{reservation.key}"
         assert started is not None
         sources, dests = self.sources.of(started.data_rank), self.dests.of(reservation.data_rank)
@@ -196,7 +198,7 @@ class PoolPair:
         call(self.prefill, lambda: self.prompts[started.data_rank].release(prompt.key))
 
     def _check_empty(self) -> None:
-        """Nothing is left of the requests."""
+        """Check that both pools hold nothing of the requests."""
         for loop, schedulers in (
             (self.prefill, self.prompts),
             (self.decode.loop, self.decode.schedulers),
@@ -214,7 +216,7 @@ def pool_pair(
     decode: Layout,
     speculation: Speculation | None = None,
 ) -> Iterator[PoolPair]:
-    """Two serving pools of one model."""
+    """Run two serving pools of one model."""
     specs, facts = description.cache_specs(PAGE_SIZE), description.facts
     num_slots = MAX_RUNNING + 1 if any(not spec.kind.is_paged for spec in specs) else 0
     limits = PrefillLimits(PAGE_SIZE, CHUNK_TOKENS, facts.chunk_grid, MAX_RUNNING, MAX_RUNNING)

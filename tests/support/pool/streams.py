@@ -19,7 +19,7 @@ Serve = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 
 def call_tracker(registry: CollectorRegistry | None = None) -> CallTracker:
-    """That of a server."""
+    """Return the call tracker of a server."""
     return CallTracker(
         CallLimiter("calls", 2048, 1 << 20), RpcMetrics.create(registry or CollectorRegistry())
     )
@@ -45,7 +45,7 @@ class Stream(Generic[InputT, EventT]):
             return await self.events.get()
 
     async def ended(self, timeout_s: float = 60) -> None:
-        """Raises what the request ended with."""
+        """Wait for the end; raise the request's error."""
         async with asyncio.timeout(timeout_s):
             ended = await asyncio.shield(self.end)
         if (error := error_from_status(ended.SerializeToString())) is not None:
@@ -75,14 +75,14 @@ class SharedCall(Generic[InputT, EventT]):
         return stream
 
     def send(self, *inputs: InputT) -> None:
-        """In one message."""
+        """Send all in one message."""
         self._messages.put_nowait(self._message_of(list(inputs)))
 
     def half_close(self) -> None:
         self._messages.put_nowait(None)
 
     async def drop(self) -> None:
-        """The router is gone: gRPC cancels the handler."""
+        """Cancel the handler, as gRPC does if the router is lost."""
         self.handler.cancel()
         await asyncio.wait([self.handler])
 

@@ -14,7 +14,7 @@ numbers = count()
 
 
 def telling(made: type[UcxStageChannel] | type[UcxTransport], kind: str) -> None:
-    """From now on each one that is made writes `KIND-ROLE-RANK-NUMBER`."""
+    """Patch the class so that each new one writes `KIND-ROLE-RANK-NUMBER`."""
     init = made.__init__
     rank = sys.argv[sys.argv.index("--rank") + 1]
 

@@ -12,7 +12,7 @@ class TokenMemory:
         self._pages: dict[int, dict[int, int]] = {}
 
     def read(self, page_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """The entries of a request's first tokens."""
+        """Return the entries of a request's first tokens."""
         for place, token in enumerate(tokens):
             entry = self._pages[page_ids[place // self._page_size]][place % self._page_size]
             assert entry == token, "another request's entry"
@@ -20,12 +20,12 @@ class TokenMemory:
     def write(
         self, page_ids: Sequence[int], start: int, tokens: Sequence[int], *, kept: Collection[int]
     ) -> None:
-        """Those of the tokens from `start` on; `kept` pages are others' to read."""
+        """Write entries of the tokens from `start` on; `kept` pages are shared and read-only."""
         for place, token in enumerate(tokens, start):
             page_id = page_ids[place // self._page_size]
             assert page_id not in kept, "what others read is written"
             self._pages.setdefault(page_id, {})[place % self._page_size] = token
 
     def spoil(self, page_ids: Sequence[int], start: int, end: int) -> None:
-        """What stands there is worth nothing."""
+        """Invalidate the entries."""
         self.write(page_ids, start, [-1] * (end - start), kept=())

@@ -56,7 +56,7 @@ Hook = Callable[[types_pb2.EngineRequest], Awaitable[object]]
 
 
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
-    """What the fakes answer, computed by hand."""
+    """Compute the response of the fakes by hand."""
     return [(sum(prompt) + i) % VOCAB_SIZE for i in range(count)]
 
 
@@ -155,12 +155,12 @@ class FakeWorker(CachelessWorker):
         self._server: GrpcServer | None = None
 
     def at(self, point: Point, hook: Hook) -> None:
-        """Run `hook` whenever a request reaches `point`; what it raises ends that request's
+        """Run `hook` whenever a request reaches `point`; an error of it ends that request's
         stream."""
         self._hooks[point] = hook
 
     def die_at(self, point: Point) -> None:
-        """Die when the next request reaches `point`; after a restart the worker is sound."""
+        """Die when the next request reaches `point`; after a restart the worker is healthy."""
 
         async def dies(_: types_pb2.EngineRequest) -> None:
             self._hooks.clear()
@@ -202,7 +202,7 @@ class FakeWorker(CachelessWorker):
         self._server = server
 
     async def die(self) -> None:
-        """End every stream at once, without a word."""
+        """End every stream at once, without a status."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.grpc.stop(grace=None)
@@ -217,7 +217,7 @@ class FakeWorker(CachelessWorker):
 
     @contextlib.contextmanager
     def called(self) -> Iterator[None]:
-        """By a router, for all of its requests."""
+        """Serve a router's call for all of its requests."""
         self.num_calls += 1
         try:
             yield
@@ -225,7 +225,7 @@ class FakeWorker(CachelessWorker):
             self.num_calls -= 1
 
     def check_length(self, request: types_pb2.EngineRequest) -> None:
-        """As pool.request.conversion does."""
+        """Check the length like pool.request.conversion."""
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
         if num_tokens > self.max_context_tokens:
             raise InvalidRequestError(
@@ -490,7 +490,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         known: list[int],
         event_sender: DecodeEventSender,
     ) -> None:
-        """Puts the tokens it gets into `known`."""
+        """Add received tokens to `known`."""
         session_id, first_token, request = uuid.uuid4().hex, None, pending.request
         for epoch in itertools.count():
             await self.reached(Point.POSTING, request)
@@ -581,7 +581,7 @@ class _PrefillInputs:
 
 @contextlib.contextmanager
 def _reading(inbox: Inbox[prefill_pb2.PrefillInput, Any]) -> Iterator[_PrefillInputs]:
-    """What comes, read while other things happen."""
+    """Read inputs while other work runs."""
     inputs = _PrefillInputs()
     task = asyncio.create_task(inputs.read(inbox))
     try:

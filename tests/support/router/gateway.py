@@ -15,7 +15,7 @@ from runtime.process.child_process import ALL_CORES
 
 @asynccontextmanager
 async def gateway(routers: str | Sequence[str], folder: Path, *flags: str) -> AsyncIterator[str]:
-    """Its address; it is before these routers."""
+    """Run a gateway in front of these routers; yield its address."""
     announce = folder / "gateway.json"
     routers = [routers] if isinstance(routers, str) else routers
     arguments = (

@@ -134,7 +134,7 @@ async def serve_echo(
     security: ServerSecurity = OPEN_SERVER,
     **options: Any,  # noqa: ANN401
 ) -> tuple[GrpcServer, str]:
-    """A serving echo router and its address; `options` are those of ServerOptions."""
+    """Start an echo router and return it with its address; `options` are those of ServerOptions."""
     server = GrpcServer(
         ServerOptions(**{"listen": "127.0.0.1:0", **options}),
         services=(SERVICE,),

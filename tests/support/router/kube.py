@@ -20,7 +20,7 @@ READY: Conditions = {"ready": True, "serving": True, "terminating": False}
 def endpoint_slice(
     name: str, service: str, *endpoints: tuple[str, Conditions], port: int = 7000
 ) -> dict[str, Any]:
-    """As the API shows one; `endpoints` are addresses with their conditions."""
+    """Return a slice as in the API; `endpoints` are addresses with their conditions."""
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
@@ -74,7 +74,7 @@ class FakeApi:
     def put_worker(
         self, name: str, service: str, address: str, conditions: Conditions = READY
     ) -> None:
-        """A slice of its own for a worker of a test, which has a port of its own."""
+        """Add a slice for one worker of a test, which has its own port."""
         place = parse_address(address)
         self.put(endpoint_slice(name, service, (place.host, conditions), port=place.port))
 
@@ -85,7 +85,8 @@ class FakeApi:
         self._note("BOOKMARK", {"kind": "EndpointSlice", "metadata": {}})
 
     def forget_history(self) -> None:
-        """Every watch that goes on from before now is told 410 Gone, those under way too."""
+        """Answer every watch that continues from an earlier version with 410 Gone, running ones
+        too."""
         self._version += 1
         self._oldest = self._version
         self._wake()
@@ -95,7 +96,7 @@ class FakeApi:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Cut every connection and listen no more."""
+        """Cut every connection and stop listening."""
         if self._server is not None:
             self._server.close()
         self.cut()

@@ -53,8 +53,8 @@ class Outsider:
     async def ask(
         self, method: str, request: Json, *, timeout_s: float = 60
     ) -> AsyncIterator[Json]:
-        """Every response of a method, "baton.v1.Generation.Generate", with default values left
-        out."""
+        """Yield every response of a method, "baton.v1.Generation.Generate", without default
+        values."""
         service, _, name = method.rpartition(".")
         found = self._pool.FindServiceByName(service).methods_by_name[name]
         path = f"/{found.containing_service.full_name}/{found.name}"
@@ -77,7 +77,7 @@ def _as_bytes(message: Message) -> bytes:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
-    """The google.rpc details of a failed call by their short names."""
+    """Return the google.rpc details of a failed call by their short names."""
     status = Status()
     raw = next(
         (value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"), b""

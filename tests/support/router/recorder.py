@@ -32,7 +32,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 def write_text_model(
     folder: Path, tokenizer: Tokenizer, template: str, special_tokens: Mapping[str, str]
 ) -> Path:
-    """What a router reads of a checkpoint with this tokenizer and this chat template."""
+    """Write the files of a checkpoint that a router reads, with this tokenizer and chat
+    template."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["Tiny"],
@@ -55,7 +56,7 @@ class Recorder:
     def __init__(
         self, folder: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
     ) -> None:
-        """For the model in this folder, under the folder's name."""
+        """Serve the model in this folder, under the folder's name."""
         self.folder = folder
         self.model = load_served_model(folder, user_control_tokens=user_control_tokens)
         self.prompts: list[list[int]] = []
@@ -121,7 +122,7 @@ class Recorder:
 
 @asynccontextmanager
 async def serving(recorder: Recorder) -> AsyncIterator[str]:
-    """The address of a recorder that speaks VllmEngine."""
+    """Run a recorder that speaks VllmEngine; yield its address."""
     server = GrpcServer(
         ServerOptions(listen="127.0.0.1:0"),
         services=(VLLM_SERVICE,),

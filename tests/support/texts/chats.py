@@ -26,13 +26,13 @@ class Conversation:
     goes_on: bool = False
 
     def as_chat(self) -> Chat:
-        """As a router has it: arguments of calls are objects."""
+        """Return the chat as a router has it: arguments of calls are objects."""
         return Chat(
             tuple(map(_with_objects, self.messages)), self.tools, self.arguments, self.goes_on
         )
 
     def as_request(self) -> dict[str, Any]:
-        """As it is posted to `/v1/chat/completions`."""
+        """Return the body of a POST to `/v1/chat/completions`."""
         body: dict[str, Any] = {"messages": list(self.messages)}
         if self.tools:
             body["tools"] = list(self.tools)
@@ -44,7 +44,7 @@ class Conversation:
 
 
 def by_transformers(source: str, chat: Chat) -> str | None:
-    """The conversation as `apply_chat_template` renders it; None where the template refuses it."""
+    """Render the conversation by `apply_chat_template`; None if the template refuses it."""
     oracle: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=byte_level_tokenizer(), chat_template=source, **SPECIAL_TOKENS
     )
@@ -155,9 +155,11 @@ CONVERSATIONS = {
 
 
 def expected_rendering(source: str, chat: Chat) -> str | None:
-    """What transformers makes of a conversation in the form in which the template writes all its
-    texts: as it is, or with the contents of a few roles as texts instead of parts, or the other way
-    about. None where it refuses all."""
+    """Render a conversation by transformers in the form in which the template writes all its texts.
+
+    That is as it is, or with the contents of a few roles as texts instead of parts, or the reverse.
+    None if the template refuses all.
+    """
     roles = sorted({str(message["role"]) for message in chat.messages})
     changed = [
         some for count in range(len(roles) + 1) for some in itertools.combinations(roles, count)

@@ -28,7 +28,7 @@ class _Package:
     sha256: str
 
     def wheel(self) -> Path:
-        """Where it is on this machine. Skips the test where it cannot be had."""
+        """Return its path on this machine; skip the test if it is not available."""
         folder = cache_folder() / "tests"
         wheel = folder / f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
         if not wheel.is_file():
@@ -85,7 +85,7 @@ _SENTENCEPIECE = (
 
 @cache
 def published_templates() -> dict[str, str]:
-    """By name; without those that were changed for training."""
+    """Return templates by name, without those that were changed for training."""
     with zipfile.ZipFile(_TEMPLATES.wheel()) as wheel:
         found = {
             Path(name).stem: wheel.read(name).decode()
@@ -99,7 +99,7 @@ def published_templates() -> dict[str, str]:
 
 @cache
 def published_tokenizers() -> dict[str, Tokenizer]:
-    """Byte-level ones, and those of SentencePiece as a router reads them."""
+    """Return byte-level tokenizers, and those of SentencePiece as a router reads them."""
     folder = cache_folder() / "tests" / "tokenizers"
     found = {}
     with zipfile.ZipFile(_MISTRAL.wheel()) as wheel:

@@ -8,7 +8,7 @@ from transfer.transport.refusals import RefusalReason
 
 
 def flip(bit: int) -> Callable[[memoryview], memoryview]:
-    """Damage: a copy with one bit changed."""
+    """Return a copy with one bit changed."""
 
     def damage(buffer: memoryview) -> memoryview:
         copy = bytearray(buffer)
@@ -29,7 +29,7 @@ def send_damaged(
     buffer: Buffer,
     damage: Callable[[memoryview], memoryview] = flip_in_the_middle,
 ) -> Operation:
-    """The sender digests what it gave away, not what became of it."""
+    """Send a damaged copy; the sender digests the original."""
     assert isinstance(buffer, memoryview)
     operation = send(peer, tag, damage(buffer))
     operation.content = buffer

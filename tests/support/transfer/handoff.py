@@ -62,7 +62,8 @@ class ArrayMemory:
 
 
 def hybrid_specs(num_layers: int = 4, *, page_size: int = 4) -> tuple[CacheSpec, ...]:
-    """Every second layer has paged K/V, the others conv and recurrent state."""
+    """Return specs in which every second layer has paged K/V, the others conv and recurrent
+    state."""
     specs: list[CacheSpec] = []
     for layer_id in range(num_layers):
         if layer_id % 2:
@@ -111,7 +112,7 @@ class EventLog:
     def wait(
         self, session_id: str, *states: StageSessionState, epoch: int = 0, timeout_s: float = 60.0
     ) -> StageSessionEvent:
-        """The first report of one of these states."""
+        """Return the first report of one of these states."""
         with self._changed:
             found: StageSessionEvent | None = None
 
@@ -153,7 +154,7 @@ class Pool:
         partition: Sequence[LayerRange] | None = None,
         listener: Callable[[int, StageSessionEvent], None] | None = None,
     ) -> None:
-        """`listener` hears (rank, report) as well, on the agents' threads."""
+        """Create the pool; `listener` gets each (rank, report) as well, on the agents' threads."""
         num_layers = max(spec.layer_id for spec in specs) + 1
         self.specs, self.page_size, self.stages = specs, page_size, list[Stage]()
         for rank, transport in enumerate(transports):
@@ -180,7 +181,7 @@ class Pool:
     def terms(
         self, page_ids: Sequence[int], num_tokens: int, *, slot_id: int = 1, chunk_tokens: int = 8
     ) -> SourceTerms:
-        """As the source of a handoff."""
+        """Return the terms of a handoff's source."""
         return SourceTerms(
             "c",
             "text",
@@ -203,7 +204,7 @@ class Pool:
         nonce: int = 7,
         slot_id: int = 1,
     ) -> DestinationTerms:
-        """As the destination of a handoff."""
+        """Return the terms of a handoff's destination."""
         return plan_destination(
             source,
             session_id=session_id,
@@ -262,7 +263,7 @@ class Pool:
     def records(
         self, kinds: Collection[CacheKind], indices: Sequence[int]
     ) -> dict[tuple[int, CacheKind], Bytes]:
-        """Copies of these records of every layer, whichever stage has it."""
+        """Copy these records of every layer, from the stage that has it."""
         return {
             key: array[list(indices)].copy()
             for stage in self.stages
@@ -279,8 +280,8 @@ def assert_handed_over(
     source_slot: int = 1,
     dest_slot: int = 1,
 ) -> None:
-    """Every record of the request is where the destination terms wanted it, and no other byte there
-    has changed."""
+    """Check that every record of the request is at its destination and that no other byte there has
+    changed."""
     paged = {kind for kind in CacheKind if kind.is_paged}
     slots = set(CacheKind) - paged
     for kinds, theirs, ours in (
@@ -301,7 +302,7 @@ def assert_handed_over(
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Poll, for what reports nothing."""
+    """Poll a condition that sends no report."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

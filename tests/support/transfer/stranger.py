@@ -55,7 +55,7 @@ class Stranger:
         return len(self._requests)
 
     def progress(self) -> bool:
-        """Go on with what is under way. Return whether anything is."""
+        """Progress operations in flight; return whether there were any."""
         for _ in range(MAX_STEPS):
             if not self._worker.progress_once():
                 break
@@ -64,8 +64,8 @@ class Stranger:
 
 
 def plausible_messages(seed: int) -> Iterator[tuple[int, bytes]]:
-    """Yield tags and messages for ever: frames with magic and schema under tags of small epochs and
-    ranks; items under tags of small sessions; and random tags."""
+    """Yield tags and messages without end: frames with magic and schema under tags of small epochs
+    and ranks; items under tags of small sessions; and random tags."""
     numbers = random.Random(seed)
     while True:
         kind, sequence = numbers.choice((1, 2, 3, 4, 5)), numbers.randrange(1, 200)

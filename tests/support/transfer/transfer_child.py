@@ -38,7 +38,7 @@ class SendingChild:
         self.address = bytes.fromhex(self._read())
 
     def send_to(self, address: bytes, first_tag: int) -> None:
-        """Returns when all sends are posted."""
+        """Post all sends."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{address.hex()} {first_tag}\n")
         self.process.stdin.flush()

@@ -348,7 +348,8 @@ def test_a_copy_that_never_ends_fails_the_stage_and_never_drains(stages: Stages)
 
 @pytest.fixture
 def reaching(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
-    """Real UCX that takes a device's memory by its address. Host memory stands in for it."""
+    """Return a maker of real UCX that takes a device's memory by its address; host memory replaces
+    it."""
     monkeypatch.setattr(ucx_settings, "_DEVICE_TRANSPORTS", frozenset())
     return lambda: UcxTransport(profile=TransportProfile.CUDA, clock=SystemClock())
 

@@ -48,7 +48,7 @@ def make_transport(
 
 @pytest.fixture
 def in_memory(network: MemoryNetwork) -> Iterator[tuple[Pool, Pool]]:
-    """Source and destination of one stage each, over the network with faults."""
+    """Build source and destination of one stage each, over the network with faults."""
     source, dest = (
         Pool(name, [network.transport(SystemClock())], hybrid_specs(4), limits=QUICK)
         for name in ("prefill", "decode")
@@ -61,7 +61,7 @@ def in_memory(network: MemoryNetwork) -> Iterator[tuple[Pool, Pool]]:
 
 
 def has_taken_a_message(pool: Pool) -> bool:
-    """Whether one is on its way into the pool's memory."""
+    """Return whether a message is on its way into the pool's memory."""
     return bool(cast(MemoryTransport, pool.stages[0].agent._transport)._delayed)
 
 

@@ -60,7 +60,7 @@ class Rig:
     def hand_over(
         self, terms: SourceTerms, destination: DestinationTerms
     ) -> list[tuple[int, bytes]]:
-        """All that is sent for it."""
+        """Hand over a request; return all messages sent for it."""
         self.sender.recorded.clear()
         self.source.send(terms, destination)
         self.dest.wait(destination.session_id, COMPLETE, epoch=destination.epoch)

@@ -25,7 +25,8 @@ LOOPBACK = "0100007F"  # 127.0.0.1 as the kernel's table writes it
 
 
 def listening() -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket this process listens on, from the kernel's table."""
+    """Return (address, port) of every TCP socket this process listens on, from the kernel's
+    table."""
     own = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # threads that other tests have left may close theirs

@@ -13,7 +13,7 @@ class Watched:
         self.peers: SilentPeers[str] = SilentPeers(self.clock, limit_s=1.0)
 
     def after(self, tenths: int, busy: set[str], moved: frozenset[str] = frozenset()) -> list[str]:
-        """What the last of so many questions is answered with."""
+        """Return the result of the last of this many polls."""
         found: list[str] = []
         for _ in range(tenths):
             self.clock.advance(0.1)

@@ -25,18 +25,18 @@ class Core:
         self.cpu_s += seconds
 
     def taken(self, seconds: float) -> None:
-        """Another process has it."""
+        """Simulate another process on the core."""
         self.now_s += seconds
 
     def awake_s(self, limit_s: float) -> float:
-        """From now until it falls asleep, of `limit_s` at most."""
+        """Return the time until it sleeps, at most `limit_s`."""
         began_s = self.now_s
         while self.now_s - began_s < limit_s and self.spin.lasts():
             self.run(LOOK_S)
         return self.now_s - began_s
 
     def wait(self, seconds: float) -> float:
-        """For a frame that comes then. How long of that it was awake."""
+        """Wait for a frame that then arrives; return how long it was awake."""
         self.spin.begin()
         awake_s = self.awake_s(seconds)
         self.taken(seconds - awake_s)  # asleep

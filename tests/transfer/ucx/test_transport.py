@@ -60,8 +60,8 @@ def child(profile: TransportProfile) -> Iterator[SendingChild]:
 def start_receiving(
     receiver: UcxTransport, child: SendingChild
 ) -> tuple[list[Operation], list[memoryview]]:
-    """Post a receive for each of the child's messages and progress until bytes of the first are
-    here."""
+    """Post a receive for each of the child's messages and progress until bytes of the first
+    arrive."""
     peer = receiver.connect(child.address)
     targets = [memoryview(bytearray(NUM_BYTES)) for _ in range(NUM_MESSAGES)]
     operations = [
@@ -77,7 +77,7 @@ def start_receiving(
 
 
 def progress_until_ended(receiver: UcxTransport, operations: list[Operation]) -> int:
-    """Turns of up to 10 ms until none of the operations is pending."""
+    """Progress in turns of up to 10 ms until none of the operations is pending."""
     started, num_turns = time.monotonic(), 0
     while any(operation.state is OperationState.PENDING for operation in operations):
         receiver.progress()
@@ -159,7 +159,7 @@ def test_a_live_source_delivers_everything(receiver: UcxTransport, child: Sendin
 
 
 def open_files() -> dict[str, str]:
-    """What this process's descriptors stand for. Other tests may have left threads that close some
+    """Return the targets of this process's descriptors. Threads of other tests may close some
     meanwhile."""
     files = {}
     for name in os.listdir("/proc/self/fd"):
@@ -169,7 +169,7 @@ def open_files() -> dict[str, str]:
 
 
 def listening_addresses() -> set[tuple[str, int]]:
-    """IPv4 addresses and ports this process listens on."""
+    """Return the IPv4 addresses and ports this process listens on."""
     inodes = set(open_files().values())
     addresses = set()
     with open("/proc/self/net/tcp") as table:
@@ -182,7 +182,7 @@ def listening_addresses() -> set[tuple[str, int]]:
 
 
 def unacknowledged_limits_ms() -> dict[str, int]:
-    """Of the connections of this process over TCP, by socket."""
+    """Return TCP_USER_TIMEOUT of this process's TCP connections, by socket."""
     limits = {}
     for name, target in open_files().items():
         if not target.startswith("socket:"):
