@@ -1,4 +1,4 @@
-"""The repository's own modules as syntax trees: who imports whom, and what they are made of."""
+"""Syntax trees of the repository's own modules and their import graph."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,5 +1,5 @@
-"""Who may import whom. Type-only and function-level imports count: a cycle of thought is a
-cycle."""
+"""Allowed imports between packages. Type-only and function-level imports count as well, since they
+also form cycles."""
 
 import ast
 import subprocess

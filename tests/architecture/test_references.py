@@ -1,5 +1,5 @@
-"""What names a module in text, which no import check and no type checker reads: it must lead
-somewhere after a move."""
+"""Names of modules in text, which no import check or type checker reads, must exist after a
+move."""
 
 import ast
 import re

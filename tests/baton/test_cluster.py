@@ -1,4 +1,4 @@
-"""The cluster's supervision, over stand-ins for the roles that start in no time."""
+"""Supervision of a local cluster, with fake roles that start at once."""
 
 import asyncio
 import json
@@ -139,7 +139,7 @@ async def test_a_start_that_compiles_kernels_shows_how_many_are_there(
 
 
 class Elsewhere:
-    """Another address of the loopback for each process, and a word more on its command line."""
+    """Processes that each have another loopback address and one more word on their command line."""
 
     def host(self, name: str) -> str:
         return {"prefill-0": "127.0.0.2"}.get(name, "127.0.0.3")
@@ -352,7 +352,7 @@ async def test_a_cluster_that_never_serves_names_the_missing_process(
 
 
 class Restarted:
-    """A process that is back at once."""
+    """A process that restarts at once."""
 
     def __init__(self, name: str, role: str, address: str) -> None:
         self.spec = ProcessSpec(name, role, (), address, (0,), Path(), leads=role == "router")

@@ -1,4 +1,4 @@
-"""Where processes of a local cluster go."""
+"""Placement of a local cluster's processes on cores."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `baton demo` shows after its answer."""
+"""Output of `baton demo` after its response."""
 
 from typing import cast
 
@@ -30,7 +30,7 @@ def seen(open_sessions: int) -> ClusterStatus:
 
 
 class Client:
-    """Reports one status after the other, the last one for ever."""
+    """A client with scripted statuses, the last one repeated forever."""
 
     def __init__(self, *reports: ClusterStatus) -> None:
         self._reports = list(reports)

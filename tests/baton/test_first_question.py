@@ -1,4 +1,4 @@
-"""What is suggested to try first."""
+"""Suggested first requests."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Workers that are forks: whatever holds for a process of its own holds for them."""
+"""Workers that are forks behave like processes of their own."""
 
 import asyncio
 import json

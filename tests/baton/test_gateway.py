@@ -1,4 +1,4 @@
-"""What a gateway is started with, and what is refused before. Gateways that run are in
+"""Start options of a gateway and refused settings. Running gateways are in
 tests/cluster/test_openai.py."""
 
 import asyncio

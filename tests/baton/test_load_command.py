@@ -1,5 +1,4 @@
-"""`baton load` against servers that answer by rule: Baton's API and VllmEngine's, by its published
-stubs."""
+"""`baton load` against scripted servers: Baton's API, and VllmEngine's by its published stubs."""
 
 import asyncio
 import json
@@ -25,7 +24,8 @@ from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 class ScriptedEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the stubs have no types
-    """Counts up from the prompt's first token; a prompt that begins with 13 is refused."""
+    """An engine that counts up from the prompt's first token and refuses a prompt that begins with
+    13."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []

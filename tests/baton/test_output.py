@@ -1,5 +1,4 @@
-"""What the commands write where a terminal, a pipe or a locale is not what is usual, against an
-echo router."""
+"""Output of the commands with unusual terminals, pipes and locales, against an echo router."""
 
 import asyncio
 import os

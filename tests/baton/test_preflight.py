@@ -1,4 +1,4 @@
-"""What is checked and divided before a process starts, against sums done by hand."""
+"""Checks and memory division before a process starts, against sums done by hand."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What has come of an answer: each token once, and the next attempt asks for the rest."""
+"""Progress of a response: each token once, and the next attempt requests the rest."""
 
 from dataclasses import replace
 

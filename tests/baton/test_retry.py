@@ -1,4 +1,4 @@
-"""When a call is made again and where: tables of what came, with time turned by hand."""
+"""Time and target of retries: tables of errors, with a manual clock."""
 
 import random
 

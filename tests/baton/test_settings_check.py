@@ -1,4 +1,4 @@
-"""What `baton up` is told is checked by the roles themselves before any of them starts."""
+"""The roles check the settings of `baton up` before any of them starts."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What `baton status` draws, in the width of any terminal, and the rates between two looks."""
+"""Output of `baton status` at any terminal width, and the rates between two polls."""
 
 import asyncio
 import io

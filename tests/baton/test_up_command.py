@@ -1,4 +1,4 @@
-"""What `baton up` makes of its flags."""
+"""Configuration that `baton up` derives from its flags."""
 
 from pathlib import Path
 

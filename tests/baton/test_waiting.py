@@ -1,4 +1,4 @@
-"""What a process of a local cluster that does not serve yet says it is waiting for."""
+"""Reasons that processes of a local cluster report while they do not serve."""
 
 import socket
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What `bench.cache` makes of the times it took, by hand."""
+"""Figures that `bench.cache` computes from measured times, by hand."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""What `bench.cache_trace` asks: a trace's requests, so many times shorter, that begin alike where
-the trace's do."""
+"""Requests of `bench.cache_trace`: those of a trace, scaled down, with the same shared prefixes."""
 
 from baton.values import ModelInfo, Query
 from baton.workload import Planned

@@ -1,5 +1,5 @@
-"""The script that checks and times everything on a GPU machine, with stand-ins for the machine and
-for its parts."""
+"""The script that checks and times everything on a GPU machine, with fakes for the machine and the
+script's parts."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The pieces compiled before everything else on a GPU machine: run in the interpreter or by
-hand-made wrappers, and how they are run beside each other."""
+"""Parts compiled first on a GPU machine: run in the interpreter or by hand-made wrappers, and run
+concurrently."""
 
 import sys
 

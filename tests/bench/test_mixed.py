@@ -1,5 +1,4 @@
-"""The mixed load: what is made of the times of messages, and vLLM's side over a stand-in for its
-package."""
+"""The mixed load: figures computed from message times, and vLLM's side over a fake package."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""What the overload benchmark makes of the replies it saw, by hand; and a short run of it on a real
+"""Figures that the overload benchmark computes from replies, by hand; and a short run on a real
 cluster."""
 
 import json

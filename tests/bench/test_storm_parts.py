@@ -1,4 +1,4 @@
-"""What a storm is made of: its schedule, its damage, and how it judges; the judgements by hand."""
+"""Parts of a storm: its schedule, its damage, and its verdicts, by hand."""
 
 import time
 from collections import Counter

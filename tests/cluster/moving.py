@@ -33,7 +33,7 @@ START_S, FOUND_S = 120.0, 60.0
 
 
 class Roles:
-    """Processes by name, each at an address of its own, all of the same model."""
+    """Processes by name, each at its own address, all of the same model."""
 
     def __init__(self, names: NameServer, folder: Path) -> None:
         self._names = names

@@ -1,5 +1,4 @@
-"""What must be refused is refused with its field and limit, and leaves nothing behind on any
-worker."""
+"""Invalid input is refused with its field and limit and leaks nothing on any worker."""
 
 import asyncio
 import math

@@ -19,7 +19,7 @@ from tests.support.cluster.reference import Reference
 
 @dataclass(frozen=True)
 class WithFlipping(Here):
-    """One process of a cluster flips a bit of its `frame`-th frame."""
+    """A cluster with one process that flips a bit of its `frame`-th frame."""
 
     victim: str
     frame: int

@@ -1,4 +1,4 @@
-"""A cluster that nobody asks anything costs next to nothing."""
+"""An idle cluster uses almost no CPU time."""
 
 import asyncio
 import time

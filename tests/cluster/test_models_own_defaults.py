@@ -1,5 +1,4 @@
-"""What a model's files say of its end tokens and its sampling holds for every door: gRPC, the
-Python client, HTTP.
+"""End tokens and sampling of a model's files apply to every API: gRPC, the Python client, HTTP.
 
 The shipped model as a fine-tuning tool would save it: the end token is named in
 tokenizer_config.json alone, and generation_config.json asks for the most likely token.

@@ -1,5 +1,5 @@
 """A whole cluster that drafts with the target's own NextN layer, all weights in eight bits: the
-answers of one process without any draft."""
+same output as one process without a draft."""
 
 import asyncio
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""OpenAI's HTTP API before a cluster, as the official client meets it: the gateway passes on what
-Baton answers.
+"""OpenAI's HTTP API in front of a cluster, with the official client: the gateway returns Baton's
+responses.
 
 One cluster with the shipped model. The expected values are Baton's own answers to the same
 requests.
@@ -322,7 +322,7 @@ async def test_tools_that_are_not_called_change_nothing(
 
 
 class Color(BaseModel):
-    """What an answer is asked to be."""
+    """Schema of a requested response."""
 
     color: Literal["red", "blue"]
     is_dark: bool
@@ -542,7 +542,7 @@ async def test_a_router_that_dies_is_used_again_when_it_is_back(running: Running
 
 
 class Elsewhere(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
-    """A router as a gateway on another host sees it: its folder is not there."""
+    """A router as seen by a gateway on another host, which lacks its folder."""
 
     def __init__(self, router: vllm_grpc.VllmEngineStub) -> None:
         self._router = router

@@ -1,5 +1,5 @@
-"""Texts through the gateway: the model sees what transformers makes of a request, and what it sees
-over gRPC.
+"""Texts through the gateway: the model gets the prompt that transformers renders, as it does over
+gRPC.
 
 Recording engines behind the router's code for gateways; the gateway is the real one.
 """
@@ -61,7 +61,7 @@ def with_bos() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Door:
-    """A gateway before a recorder for each template."""
+    """A gateway in front of a recorder for each template."""
 
     http: httpx2.AsyncClient
     recorders: dict[str, Recorder]

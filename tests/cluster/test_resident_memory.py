@@ -1,4 +1,4 @@
-"""What a process keeps of the prompts it has seen."""
+"""Memory that a process retains of earlier prompts."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
-"""One pool of each role, four requests a second: each worker is killed, and nobody is refused
-meanwhile."""
+"""One pool of each role, four requests a second: each worker is killed, and no request is
+refused."""
 
 import asyncio
 from dataclasses import replace

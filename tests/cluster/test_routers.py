@@ -1,5 +1,5 @@
-"""Two routers, each a process, in front of the same pools: one is killed, stopped or drained in the
-middle of answers, and clients get the bits that they would have got."""
+"""Two router processes in front of the same pools: one is killed, stopped or drained during
+responses, and clients get the same bits."""
 
 import asyncio
 import json

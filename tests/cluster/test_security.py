@@ -1,5 +1,5 @@
-"""A whole cluster under mutual TLS, with a token for clients: it answers, and refuses everybody
-else."""
+"""A whole cluster under mutual TLS, with a token for clients: it serves them and refuses all
+others."""
 
 import asyncio
 from pathlib import Path

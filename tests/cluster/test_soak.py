@@ -1,4 +1,4 @@
-"""Many requests, many of them cancelled: the others are right, and nothing is left behind."""
+"""Many requests, many of them cancelled: the others are right, and nothing leaks."""
 
 import asyncio
 import random

@@ -1,5 +1,5 @@
-"""A whole cluster with a draft on its decode pool: the answers of one process without any, bit for
-bit."""
+"""A whole cluster with a draft on its decode pool: the output of one process without a draft, bit
+for bit."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""A process that found the UCX ports of a cluster floods them: no answer changes, no pool forms
-anew, all is counted."""
+"""A process that found the UCX ports of a cluster floods them: no output changes, no pool forms
+again, all messages are counted."""
 
 import asyncio
 import ipaddress

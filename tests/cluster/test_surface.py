@@ -1,5 +1,5 @@
-"""The public gRPC surface as an outside client meets it: only reflection, published stubs and what
-the protos say.
+"""The public gRPC API as an external client sees it: reflection, published stubs and the protos'
+documentation only.
 
 One cluster with the shipped model; every field of a request does something, and every bad one has
 its status.

@@ -1,4 +1,4 @@
-"""`baton up` as it is typed, with everything behind it."""
+"""`baton up` as a user types it, with all of its processes."""
 
 import asyncio
 import json

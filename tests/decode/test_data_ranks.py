@@ -40,7 +40,7 @@ def random_request(rng: random.Random, number: int) -> Request:
 
 @dataclass
 class Traffic:
-    """Keeps some requests on a pool, which come, end or are given up; counts its steps."""
+    """A constant number of requests on a pool, which end or are cancelled; counts its steps."""
 
     pool: LocalPool
     rng: random.Random

@@ -1,5 +1,4 @@
-"""Where a draft keeps its part: what is shared with other requests, or kept for later ones, is
-never written again."""
+"""Pages of a draft: shared or cached ones are never written again."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ CHAIN = TokenTree((100,) * NODES, (-1, 0, 1))
 
 @dataclass
 class Pool:
-    """A scheduler whose drafts are always right, or wrong, as `rng` has it."""
+    """A scheduler whose drafts are right or wrong at random, by `rng`."""
 
     rng: random.Random
     num_draft_tokens: int | None = NODES

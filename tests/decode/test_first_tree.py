@@ -1,4 +1,4 @@
-"""Whose first tree is grown from what was handed over, with hand-made results."""
+"""Requests whose first tree is grown from handed-over state, with hand-made results."""
 
 from dataclasses import replace
 

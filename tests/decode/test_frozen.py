@@ -68,7 +68,7 @@ def draft(target: Path) -> Path:
 
 
 class Theirs:
-    """Chains as transformers drafts them (`SinglePositionMultiTokenCandidateGenerator`)."""
+    """Chains drafted by transformers (`SinglePositionMultiTokenCandidateGenerator`)."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         self._target: Any = oracle(target)
@@ -109,7 +109,7 @@ class Theirs:
 
 @dataclass
 class CheckedDrafter:
-    """Compares every chain with theirs, logits and all."""
+    """A drafter whose chains and logits are compared with those of transformers."""
 
     inner: FrozenDrafter
     logits: list[torch.Tensor]

@@ -43,8 +43,8 @@ def layerwise(folder: Path, num_pages: int, page_size: int = 16) -> LayerwiseDra
 @dataclass
 class CheckedChains:
     """A drafter whose every chain is compared with one grown by the formulas, layer by layer and
-    slot by slot. A slot is computed once, with the tokens that were known or proposed when its
-    token stood."""
+    slot by slot. A slot is computed once, with the tokens known or proposed when its token was
+    accepted."""
 
     drafter: LayerwiseDrafter
     oracles: list[NextNOracle]

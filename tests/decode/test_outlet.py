@@ -1,5 +1,5 @@
-"""What a request of a decode pool sends: its tokens in their places, those of a step of all
-requests in one message, and nothing that a slow router makes longer than its answer."""
+"""Events of a request on a decode pool: tokens in order, those of a step in one message, and memory
+bounded by the output despite a slow router."""
 
 import pytest
 

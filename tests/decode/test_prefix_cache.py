@@ -1,5 +1,4 @@
-"""What one request leaves on a decode pool for the next, on the real scheduler with a memory that
-remembers tokens."""
+"""Prefix cache of a decode pool, on the real scheduler with a memory that records tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ def generated_after(tokens: Sequence[int]) -> int:
 
 @dataclass
 class Asked:
-    """A request, and what became of it."""
+    """A request and its result."""
 
     request: Request
     reservation: Reservation
@@ -74,8 +73,8 @@ class Asked:
 
 
 class Rig(CacheRig[DecodeScheduler]):
-    """A scheduler over pages of four tokens, and what a source and a model do there. With a `grid`
-    the model has recurrent layers, whose states come with the prompts."""
+    """A scheduler over pages of four tokens, with a simulated source and model. With a `grid` the
+    model has recurrent layers, whose states come with the prompts."""
 
     def __init__(
         self,
@@ -379,8 +378,8 @@ def test_tree_entries_not_yet_moved_into_place_are_not_cached() -> None:
 
 
 class DecodeHistories(CacheMachine):
-    """Random histories of a small pool: prompts over few tokens and those that go on from answers;
-    they land, or are given up, or their rest is read; pages run out."""
+    """Random histories of a small pool: prompts over few tokens and continuations of outputs are
+    handed over, cancelled or prefilled here; pages run out."""
 
     rig: Rig
     asked = Bundle("asked")

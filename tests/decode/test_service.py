@@ -267,7 +267,7 @@ async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals
 
 @dataclass(frozen=True)
 class Impatient(SessionTimeouts):
-    """Waits 0.1 s for the word that a source is lost."""
+    """Timeouts that wait 0.1 s for the loss of a source."""
 
     report_s: float = 0.1
 
@@ -429,7 +429,7 @@ async def test_a_handoff_that_takes_too_long_ends_its_lease(
 
 
 class Later:
-    """An hour ahead of everybody else's."""
+    """A clock an hour ahead of all others."""
 
     def now(self) -> float:
         return SystemClock().now() + 3600.0

@@ -1,4 +1,4 @@
-"""The rest of a prompt that a decode pool nearly has is read there, beside its streams."""
+"""A decode pool that has most of a prompt prefills the rest during its decode steps."""
 
 import pytest
 

@@ -288,7 +288,7 @@ def start_all(clients: "list[Canceller]", wanted: list[Request]) -> None:
 
 
 class Canceller:
-    """A client that goes away `after` so many tokens, if any."""
+    """A client that cancels `after` this many tokens, if any."""
 
     def __init__(self, pool: LocalPool, *, after: int | None) -> None:
         self.answer, self.over, self.cancelled = Answer(), threading.Event(), False

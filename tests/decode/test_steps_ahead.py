@@ -1,6 +1,5 @@
-"""Steps that are prepared before the result of the one before: who takes them, what becomes of
-those that ended, and the same bits. What the stage does with them is in
-`tests/engine/pipeline/test_ahead.py`."""
+"""Steps prepared before the previous result: which requests take part, what happens to those that
+ended, and equal bits. The stage's side is in `tests/engine/pipeline/test_ahead.py`."""
 
 from dataclasses import replace
 

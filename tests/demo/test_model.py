@@ -1,4 +1,4 @@
-"""The shipped checkpoint is what its card says, in transformers and in our own engine."""
+"""The shipped checkpoint matches its card, in transformers and in Baton's engine."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What drains and dies leaves something that serves: disruption budgets, and which pods share a
-node."""
+"""Drains and failures leave a serving cluster: disruption budgets, and which pods share a node."""
 
 import random
 from collections import defaultdict
@@ -24,7 +23,7 @@ def documents(request: pytest.FixtureRequest) -> list[Document]:
 
 @dataclass(frozen=True)
 class Pod:
-    """One that the scheduler has to place."""
+    """A pod that the scheduler has to place."""
 
     kind: PodKind
     group: str  # the pool, or the pod itself
@@ -40,7 +39,7 @@ class Pod:
 
 @dataclass
 class Nodes:
-    """Places pods as the scheduler's preferences say: affinities first, then the spread; of equals,
+    """Nodes filled by the scheduler's preferences: affinities first, then the spread; of equals,
     any."""
 
     count: int

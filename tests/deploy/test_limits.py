@@ -1,4 +1,4 @@
-"""What a pod is given fits what its process may take."""
+"""Resources of a pod fit the limits of its process."""
 
 import tomllib
 

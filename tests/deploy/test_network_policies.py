@@ -1,5 +1,5 @@
-"""Who can reach whom: the policies are evaluated as a network plugin does it, and must give exactly
-these edges."""
+"""Allowed connections: the policies, evaluated as a network plugin does it, give exactly these
+edges."""
 
 import ipaddress
 

@@ -1,5 +1,5 @@
-"""A real Prometheus with the project's rules watches two clusters that get into every trouble an
-alert knows.
+"""A real Prometheus with the project's rules watches two clusters that meet the condition of every
+alert.
 
 "shop" is a cluster of real processes with a draft whose tokens are hardly ever accepted, uneven
 stages and too few pages, under load; its prefill worker is killed, and stage 0 of its decode pool.

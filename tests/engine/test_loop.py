@@ -22,7 +22,7 @@ from runtime.errors import BatonError, CapacityError, InternalError, PeerLostErr
 
 
 class ScriptedScheduler:
-    """Hands out `work` batches and writes down what it is told."""
+    """A scheduler that hands out `work` batches and logs its calls."""
 
     def __init__(self, work: int = 0) -> None:
         self.work = work
@@ -50,7 +50,8 @@ class ScriptedScheduler:
 
 
 class ScriptedPipeline:
-    """Returns results in order once `depth` batches are in; remembers the widest window."""
+    """A pipeline that returns results in order once `depth` batches are in; records the widest
+    window."""
 
     runs_apart = False
 

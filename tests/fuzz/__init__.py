@@ -1,6 +1,6 @@
-"""Whatever parses bytes from outside, over damaged ones: `python -m tests.fuzz --cases N --seed S
-[TARGET ...]`.
+"""Parsers of external bytes, given damaged ones: `python -m tests.fuzz --cases N --seed S [TARGET
+...]`.
 
-A new target is one more entry in `tests/fuzz/targets.py`. What once broke lies in `corpus/TARGET/`
-and is tried first.
+A new target is one more entry in `tests/fuzz/targets.py`. Earlier failures are in `corpus/TARGET/`
+and are tried first.
 """

@@ -50,8 +50,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Target:
-    """`valid` makes bytes that `parse` takes; of damaged ones it may raise `allowed` and nothing
-    else."""
+    """A parser with `valid` input. On damaged input `parse` may raise `allowed` only."""
 
     name: str
     valid: Callable[[random.Random], bytes]

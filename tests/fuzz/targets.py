@@ -1,5 +1,4 @@
-"""What parses bytes that come from outside: (name, how valid ones are made, the parser, what it may
-raise)."""
+"""Parsers of external bytes: (name, generator of valid ones, the parser, allowed errors)."""
 
 import json
 import random

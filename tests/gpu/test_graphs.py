@@ -1,5 +1,5 @@
-"""Real CUDA graphs against eager forwards of the same stages, as `tests/engine/graphs` has it with
-a stand-in."""
+"""Real CUDA graphs against eager forwards of the same stages, like `tests/engine/graphs` with its
+fake."""
 
 import multiprocessing
 import re

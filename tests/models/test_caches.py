@@ -1,4 +1,4 @@
-"""What stages of a model cache, told from its config alone."""
+"""Caches of a model's stages, derived from its config alone."""
 
 from collections import Counter
 from typing import Any

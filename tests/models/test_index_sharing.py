@@ -1,5 +1,4 @@
-"""Which layers compute their choice of keys: every way a config can say it, and every way it can be
-wrong."""
+"""Layers that compute their choice of keys: every form of the config, and every error."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
-"""S2-9: the pinned transformers reads and writes what GLM-5's files say of heads and shared keys
-without a loss.
+"""S2-9: the pinned transformers reads and writes GLM-5's fields of heads and shared keys without a
+loss.
 
 Earlier readers wrote `head_dim` over `qk_rope_head_dim`, or dropped how layers share selected keys.
 Baton reads config.json itself, so nothing has to be restored; what transformers saved again, and

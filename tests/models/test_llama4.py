@@ -1,5 +1,4 @@
-"""What is Llama 4's own: where its context ends, which layers know positions, and the files as they
-are published."""
+"""Llama 4: the end of its context, layers with positions, and the published files."""
 
 import json
 import shutil

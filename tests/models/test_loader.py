@@ -1,5 +1,4 @@
-"""Loading: each stage takes its own tensors and touches no others, and whatever does not fit is
-named."""
+"""Loading: each stage reads its own tensors only, and mismatches are named."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Quantized checkpoints load as what their formats say they mean, bit for bit, and each stage reads
-its own part."""
+"""Quantized checkpoints load as their formats define, bit for bit, and each stage reads its own
+part."""
 
 import json
 import os

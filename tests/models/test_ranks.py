@@ -1,4 +1,4 @@
-"""A model divided between ranks gives the bits of one process, whatever else it is divided into."""
+"""A model divided between ranks gives the bits of one process, with any other division."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a stage does around its layers: first-layer work, signals, captures, empty batches, wrong
+"""Work of a stage around its layers: first-layer work, signals, captures, empty batches, wrong
 calls."""
 
 import importlib

@@ -1,4 +1,4 @@
-"""The checkpoint that is served here, and its right answers."""
+"""The checkpoint served here and its expected output."""
 
 import pytest
 

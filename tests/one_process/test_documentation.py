@@ -1,5 +1,4 @@
-"""What the pages for users tell them to type works: every block is run here, or says beside itself
-why not.
+"""Commands of the user pages work: every block is run here or gives a reason why not.
 
 A block of commands has no language, or `sh`; one of Python is `python`. A comment before it may say
 

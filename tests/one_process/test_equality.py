@@ -1,4 +1,4 @@
-"""The same answer from every topology: clusters against one process, tokens and logprobs bit for
+"""The same output from every topology: clusters against one process, tokens and logprobs bit for
 bit."""
 
 import asyncio

@@ -1,5 +1,5 @@
-"""A prefill worker dies with every byte sent and its first token untold: the request is answered
-all the same.
+"""A prefill worker dies after sending every byte but before its first token: the request still
+completes.
 
 The three roles run in this process, so that the worker can be made to die between the two.
 """
@@ -27,7 +27,7 @@ hear = ReceiveSession.on_stage_event
 
 
 class DyingEventSender(EventSender[pb.PrefillEvent]):
-    """Passes on that the prompt has started, and nothing else."""
+    """A sender that sends the start of the prompt and drops all later events."""
 
     def __init__(self, event_sender: EventSender[pb.PrefillEvent]) -> None:
         super().__init__(event_sender._queue, event_sender.key)
@@ -41,8 +41,8 @@ class DyingEventSender(EventSender[pb.PrefillEvent]):
 
 
 class DyingService(PrefillService):
-    """Once armed, it keeps the first token of the next request to itself and dies when decode has
-    all the rest."""
+    """A service that, once armed, drops the first token of the next request and dies when decode
+    has all the rest."""
 
     is_armed = False
     has_died = False

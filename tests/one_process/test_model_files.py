@@ -1,4 +1,4 @@
-"""A whole cluster takes where answers end, and how they are drawn, from the model's files."""
+"""A whole cluster reads end tokens and sampling defaults from the model's files."""
 
 import json
 import shutil

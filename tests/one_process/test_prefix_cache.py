@@ -1,5 +1,5 @@
-"""Warm answers are cold answers, bit for bit: whole clusters against one process that keeps
-nothing."""
+"""Warm responses equal cold ones, bit for bit: whole clusters against one process without a
+cache."""
 
 import asyncio
 import random

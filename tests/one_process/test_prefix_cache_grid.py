@@ -100,7 +100,7 @@ def make(folder: Path, family: str, draft: str) -> tuple[Path, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cluster whose two sides are asked and emptied."""
+    """A cluster whose sides are queried and flushed."""
 
     client: AsyncBatonClient
     announced: Path

@@ -1,5 +1,5 @@
-"""Pools whose stages are shared by ranks: the bits of one process, whatever the widths on both
-sides of a handoff."""
+"""Pools whose stages are shared by ranks: the bits of one process, for any widths on both sides of
+a handoff."""
 
 import asyncio
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""A client that has some tokens of an answer gets the others, with the bits they would have had:
-drafts, grammars, penalties, several choices, stop strings. Routers that die are in
-test_routers.py."""
+"""A client that resumes a response gets the remaining tokens with the same bits: drafts, grammars,
+penalties, several choices, stop strings. Routers that die are in test_routers.py."""
 
 import shutil
 from dataclasses import replace

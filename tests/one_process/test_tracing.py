@@ -1,5 +1,5 @@
-"""A real OTLP collector hears what the roles say of one request: one trace, connected, from the
-client's span on."""
+"""A real OTLP collector receives the spans of one request: one connected trace, from the client's
+span on."""
 
 import re
 import sys
@@ -38,7 +38,7 @@ TREE = {
 
 
 class Collector(otlp_grpc.TraceServiceServicer):
-    """Keeps spans with the name of the service that sent them."""
+    """A collector that keeps spans with the name of the sending service."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []

@@ -1,5 +1,4 @@
-"""`baton check` says without reading a weight what a worker would say, and what stages would
-take."""
+"""`baton check` predicts a worker's output and the memory of stages without reading a weight."""
 
 import json
 import os

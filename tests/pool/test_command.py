@@ -1,4 +1,4 @@
-"""What the command line of a worker takes and refuses, before torch is loaded."""
+"""Command line of a worker: accepted and refused values, before torch is loaded."""
 
 import errno
 import re

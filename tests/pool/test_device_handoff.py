@@ -1,5 +1,4 @@
-"""What a stage on a device hands to its transfer agent, shown with a device that is played by
-hand."""
+"""Layers that a stage on a device passes to its transfer agent, with a simulated device."""
 
 import pytest
 import torch

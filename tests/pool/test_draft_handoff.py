@@ -1,5 +1,5 @@
-"""What a draft hands over with a prompt: the first decode step verifies a tree, and pools with and
-without drafts pair.
+"""State of a draft handed over with a prompt: the first decode step verifies a tree, and pools with
+and without drafts pair.
 
 Real roles, real gRPC, real UCX, in one process.
 """

@@ -1,5 +1,5 @@
-"""What a NextN draft hands over with a prompt: the first tree that decode verifies is that of the
-formulas.
+"""State of a NextN draft handed over with a prompt: the first tree that decode verifies is that of
+the formulas.
 
 Real roles, real gRPC, real UCX, in one process. The oracle sees every slot of the prompt; the draft
 on the decode side has only what arrived: latents, index keys, and where the draft stood behind the

@@ -1,4 +1,4 @@
-"""A worker for which there is no memory says so in one line."""
+"""A worker that runs out of memory reports it in one line."""
 
 import resource
 import subprocess

@@ -1,5 +1,5 @@
-"""A prompt read by one pool and continued by another gives the bits of one process, however the two
-are divided.
+"""A prompt prefilled by one pool and continued by another gives the bits of one process, for any
+division of the two.
 
 {dense, MoE, hybrid, DSA} x {prefill layouts} x {decode layouts} x {no draft, chain, tree}, where a
 layout is stages x ranks x data ranks: 120 points, in which any two values of different factors
@@ -75,7 +75,7 @@ def expected(model: str) -> list[list[SampledToken]]:
 
 @dataclass
 class Drafting:
-    """Drafts that are right most of the time; one of each rank that draws."""
+    """Drafters that are mostly right, one for each sampling rank."""
 
     model: str
     shape: Shape

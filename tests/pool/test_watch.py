@@ -1,4 +1,4 @@
-"""What a worker says of itself while its engine is within a step."""
+"""Reports of a worker while its engine is within a step."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""How often a worker reports."""
+"""Interval of a worker's reports."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ IDLE, BUSY = (
 
 
 class Loads:
-    """The load of a worker, which counts how often it is asked."""
+    """The load of a worker, which counts its reads."""
 
     def __init__(self, load: pb.WorkerLoad) -> None:
         self.load = load

@@ -1,5 +1,4 @@
-"""What one prompt leaves for the next, on the real scheduler with a memory that remembers
-tokens."""
+"""Prefix cache of a prefill pool, on the real scheduler with a memory that records tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ PAGE, CHUNK, GRID = 4, 8, 8
 
 @dataclass
 class Prompt:
-    """A request, and what became of it."""
+    """A request and its result."""
 
     token_ids: tuple[int, ...]
     key: int = 0

@@ -254,7 +254,7 @@ def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(
 
 
 class CountedEntries(dict[int, PrefillEntry]):
-    """Counts how often one is looked at."""
+    """Entries that count their reads."""
 
     num_looks = 0
 

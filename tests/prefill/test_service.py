@@ -1,5 +1,5 @@
-"""One prompt on a prefill pool of two stages, whose destination terms meet a pool that is no longer
-the one it started on."""
+"""One prompt on a prefill pool of two stages, whose destination terms arrive at a pool that has
+changed since its start."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -64,8 +64,8 @@ class _Leader:
 
 @dataclass
 class SendingPool:
-    """The service, its pool, a decode pool to land in, and what the reclaimer complained of.
-    Nothing computes."""
+    """The service, its pool, a decode pool to send to, and complaints of the reclaimer. Nothing
+    computes."""
 
     service: PrefillService
     scheduler: PrefillScheduler
@@ -144,7 +144,7 @@ def opening(time_left_s: float | None = None) -> pb.PrefillInput:
 
 
 class Later:
-    """An hour ahead of everybody else's."""
+    """A clock an hour ahead of all others."""
 
     def now(self) -> float:
         return SystemClock().now() + 3600.0

@@ -255,8 +255,8 @@ class Discovered:
 
 
 class LowestOfEquals(random.Random):
-    """Of equally good workers it draws the one with the lowest address, so that a test knows
-    which."""
+    """A policy that picks the lowest address of equally good workers, so that tests know the
+    choice."""
 
     def choice(self, seq: Any) -> Any:  # noqa: ANN401 (as its parent's)
         return seq[0]

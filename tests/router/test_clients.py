@@ -1,4 +1,4 @@
-"""What one client may do to another one's requests: nothing."""
+"""Clients cannot affect the requests of other clients."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,5 +1,5 @@
-"""Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left
-anywhere."""
+"""Workers that die, refuse, stall or send wrong data: every request ends in one state, and nothing
+leaks."""
 
 import asyncio
 import logging

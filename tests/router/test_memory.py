@@ -1,5 +1,5 @@
-"""What strangers may cost a router: its peak memory, measured in its process, under calls it must
-refuse or bound."""
+"""Memory that strangers can cost a router: peak memory of its process, under calls it must refuse
+or bound."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

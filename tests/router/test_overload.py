@@ -1,4 +1,4 @@
-"""More than a cluster can do: who is refused, when and with what, and who is served in time."""
+"""Overload: which requests are refused, when and with what error, and which are served in time."""
 
 import asyncio
 from dataclasses import replace

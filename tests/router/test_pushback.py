@@ -1,5 +1,4 @@
-"""What a refused client is told besides the status: when to come back, in the details and in the
-trailer gRPC obeys."""
+"""Details of refusals: the retry delay, in the details and in the trailer that gRPC obeys."""
 
 import asyncio
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Two routers in front of the same workers, one of which goes away: clients get every token once,
-and nobody's answer is lost. Processes that are killed: tests/cluster/test_routers.py."""
+and no response is lost. Killed processes: tests/cluster/test_routers.py."""
 
 import asyncio
 import socket

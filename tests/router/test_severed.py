@@ -1,5 +1,5 @@
-"""The link between a prefill worker and a decode pool fails, though both live: who notices, and how
-often."""
+"""The link between a prefill worker and a decode pool fails while both live: which requests fail,
+and how often."""
 
 from protos import types_pb2
 from runtime.errors import HandoffError

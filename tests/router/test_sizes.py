@@ -1,5 +1,5 @@
-"""Pools of different sizes behind one router: a request goes where it fits, and waits for nobody
-else's pool."""
+"""Pools of different sizes with one router: a request goes to a pool it fits, and waits for no
+other pool."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ FITS_SMALL, NEEDS_LARGE = 20, 60  # tokens to draw; the small pool holds 64
 
 
 class Cluster:
-    """A prefill worker, a small pool that is asked first, and a large one."""
+    """A prefill worker, a small pool that is preferred, and a large one."""
 
     def __init__(self) -> None:
         fabric, journal = Fabric(), Journal()

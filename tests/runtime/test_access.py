@@ -1,5 +1,4 @@
-"""The table of who may call what, against the .proto files and against what is written here by
-hand."""
+"""The access table against the .proto files and a hand-written copy."""
 
 import re
 from pathlib import Path

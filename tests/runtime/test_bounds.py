@@ -1,4 +1,4 @@
-"""A server's bounds towards those who call it, over real connections."""
+"""A server's limits for its callers, over real connections."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -36,7 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Torrent(EchoGeneration):
-    """Says more than any window takes, for as long as somebody reads."""
+    """A stream longer than any window, sent while it is read."""
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context

@@ -1,4 +1,4 @@
-"""What goes into one message, and in which order."""
+"""Contents and order of shared messages."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Where answers end, from the files in which checkpoints state it."""
+"""End tokens, from the files in which checkpoints state them."""
 
 import json
 from pathlib import Path

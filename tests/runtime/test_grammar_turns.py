@@ -11,7 +11,7 @@ from tests.router.harness import eventually
 
 
 class Compiler:
-    """Notes whose turn it is; nothing ends before it is told to."""
+    """A compiler that records whose turn it is; compilations end on command."""
 
     def __init__(self, at_once: int, max_waiting: int = 100) -> None:
         self.turns = Turns(at_once, max_waiting)

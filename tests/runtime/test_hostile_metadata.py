@@ -1,4 +1,4 @@
-"""Metadata that is no text, from callers that nobody knows."""
+"""Metadata that is no text, from unknown callers."""
 
 import io
 import logging

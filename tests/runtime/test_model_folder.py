@@ -1,4 +1,4 @@
-"""What people give instead of a checkpoint is named for what it is."""
+"""Paths that are no checkpoint are named for what they are."""
 
 from pathlib import Path
 

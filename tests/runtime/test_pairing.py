@@ -1,4 +1,4 @@
-"""Which digests fit: the same model, and not two different drafts."""
+"""Digests that match: the same model, and not two different drafts."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Only Python's logging writes to stderr: a line of gRPC's own among JSON lines breaks whoever
-reads them."""
+"""Only Python's logging writes to stderr: a line of gRPC's own among JSON lines breaks their
+readers."""
 
 import os
 import subprocess

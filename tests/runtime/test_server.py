@@ -75,7 +75,7 @@ async def test_errors_of_a_stream_reach_the_client_typed(
 
 
 class EndingTogether(EchoGeneration):
-    """Streams that end with one and the same error, as the requests of a pool do that breaks."""
+    """Streams that end with the same error, as requests of a broken pool do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A peer that keeps its connection open and says nothing."""
+"""A peer that keeps its connection open and sends nothing."""
 
 import asyncio
 import socket
@@ -43,7 +43,7 @@ async def test_silent_peer_is_given_up_by_both_sides() -> None:
 
 
 class Relay:
-    """Passes bytes on until it is muted: then it keeps its connections open and says nothing."""
+    """A relay that, once muted, keeps its connections open and sends nothing."""
 
     def __init__(self) -> None:
         self.muted = False

@@ -1,5 +1,5 @@
-"""Why a peer cannot be reached, as real connections fail, in words that name none of gRPC's
-parts."""
+"""Reasons why a peer is unreachable, from real failing connections, without terms of gRPC's
+internals."""
 
 import asyncio
 import socket

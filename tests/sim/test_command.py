@@ -1,4 +1,4 @@
-"""The command as its page shows it, and what it says of flags that make no sense."""
+"""The command as its page shows it, and its errors for invalid flags."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""When bytes arrive over shared interfaces; expected times are reckoned by hand."""
+"""Arrival times over shared interfaces, against values computed by hand."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from sim.time import run_virtually
 
 
 class Watched:
-    """Transfers whose arrivals are noted by name."""
+    """Transfers whose arrivals are recorded by name."""
 
     def __init__(self) -> None:
         self.arrived: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Names of pages against digests of the tokens that they stand for."""
+"""Names of pages against digests of their tokens."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The in-memory transport keeps the contract, and its faults are what they say."""
+"""The in-memory transport fulfills the contract, and its faults behave as documented."""
 
 from collections.abc import Callable
 

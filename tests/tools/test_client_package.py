@@ -1,5 +1,4 @@
-"""The distribution `baton-client`, as somebody uses it who has packages of the same names as
-ours."""
+"""The distribution `baton-client`, used by a program with packages of the same names as Baton's."""
 
 import ast
 import asyncio

@@ -1,4 +1,4 @@
-"""What `make demo` and `make test` do at first: nothing that takes a minute is silent."""
+"""First output of `make demo` and `make test`: nothing that takes a minute is silent."""
 
 import subprocess
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What every transport must do. Each implementation's test file runs this suite over its own pair
-of transports."""
+"""Contract of every transport. Each implementation's test file runs this suite over its own pair of
+transports."""
 
 import gc
 import os

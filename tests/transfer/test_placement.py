@@ -1,4 +1,4 @@
-"""S4-9: every record lands in the layer it came from, whatever the two sides are split into.
+"""S4-9: every record arrives in the layer it came from, for any split of the two sides.
 
 Each record of the source holds bytes made from its own layer, kind and index, so a record of a
 neighbor, another kind or another page in its place shows. The pools are real ones, the agents too.

@@ -17,7 +17,7 @@ class TestCpu(AttentionContract, TreeContract):
 
 
 class TestCpuByToken(AttentionContract, TreeContract):
-    """Pages of a type that no kernel knows."""
+    """Pages of a type that no kernel supports."""
 
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
         return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry)

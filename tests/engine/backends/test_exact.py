@@ -1,5 +1,5 @@
-"""A token's output has the same bits whatever it travels with, and however it came: read in a chunk
-of any length, drawn, or verified in a chain or a tree."""
+"""A token's output has the same bits in any batch and on any path: prefilled in chunks of any
+length, decoded, or verified in a chain or a tree."""
 
 import itertools
 from collections.abc import Iterator

@@ -195,7 +195,7 @@ def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:
 
 @dataclass
 class NotedLengths:
-    """A `RaggedWrapper` that notes where its lengths lie."""
+    """A `RaggedWrapper` that records the device of its lengths."""
 
     devices: set[str] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""The building blocks of exact numerics keep an element's bits wherever it lies; and a thread's
+"""The building blocks of exact numerics keep an element's bits at any position; and a thread's
 device."""
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Recorded steps against eager ones: the same bits, whatever was recorded or came before."""
+"""Recorded steps against eager ones: the same bits, independent of the recording and earlier
+steps."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +40,7 @@ CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
 
 @dataclass
 class HostStage:
-    """One stage with pools of its own, all of NaN at first; its steps are recorded, or all
-    eager."""
+    """One stage with its own pools, all NaN at first; its steps are recorded, or all eager."""
 
     description: ModelDescription
     layers: LayerRange

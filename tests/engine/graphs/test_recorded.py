@@ -1,4 +1,4 @@
-"""What a function did, done again on other values; and what cannot be recorded."""
+"""Replay of a recorded function with other values; and functions that cannot be recorded."""
 
 import ctypes
 from array import array

@@ -1,5 +1,5 @@
-"""Captured forwards against eager ones on the device stack: the same bits, whatever was captured or
-came before."""
+"""Captured forwards against eager ones on the device stack: the same bits, independent of the
+capture and earlier batches."""
 
 import functools
 from collections.abc import Sequence

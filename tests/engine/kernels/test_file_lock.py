@@ -1,5 +1,4 @@
-"""One process at a time holds the lock; nobody waits for ever, and nothing fails for want of a
-file."""
+"""One process at a time holds the lock; waits are bounded, and a missing file causes no failure."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Gates and gated norms against their formulas in fp64, and each element's bits whatever stands
-beside it."""
+"""Gates and gated norms against their formulas in fp64, and each element's bits with any
+neighbors."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Norms and rotation on the host: the definitions in double precision, rounded as the types say,
-row by row alike; and keys and values in their pages."""
+"""Norms and rotation on the host: the definitions in double precision, rounded to their types,
+equal for every row; and keys and values in their pages."""
 
 import os
 import subprocess

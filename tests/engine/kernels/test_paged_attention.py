@@ -57,7 +57,7 @@ with ThreadPoolExecutor(4) as pool:
 
 
 class Idle(Team):
-    """Threads that do not get to it."""
+    """Threads that run nothing."""
 
     def run(self, function: int, argument: int, *, num_parts: int) -> None:
         pass

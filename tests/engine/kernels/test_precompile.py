@@ -1,5 +1,5 @@
-"""Kernels are compiled by whoever comes first, one each; nobody waits while there is one that
-nobody compiles."""
+"""Kernels are compiled by the first process that needs them, one each; a process waits only if no
+kernel is left to compile."""
 
 import fcntl
 import itertools
@@ -62,7 +62,7 @@ def scripted(name: str, calls: list[str], *outcomes: Exception | None) -> Kernel
 
 
 class FakeHelper:
-    """Of `subprocess.Popen` what is called here. `log` has the kernels of each and what was done to
+    """The used part of `subprocess.Popen`. `log` has the kernels of each and the calls made on
     it."""
 
     log: list[str]

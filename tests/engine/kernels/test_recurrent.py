@@ -1,4 +1,4 @@
-"""The recurrent kernels behind their contract: against the definition in fp64, and trees against
+"""The recurrent kernels through their contract: against the definition in fp64, and trees against
 their paths."""
 
 import pytest

@@ -1,5 +1,5 @@
-"""What steps free and take again: pages that the kernel clears anew each time cost as much as a
-kernel's work."""
+"""Memory that steps free and allocate again: pages that the kernel must clear each time cost as
+much as a kernel's work."""
 
 import os
 import subprocess

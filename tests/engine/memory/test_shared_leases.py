@@ -1,5 +1,4 @@
-"""Pages that a cache keeps and requests share, against a model of who holds what, by random
-histories and by hand."""
+"""Cached and shared pages against a model of their holders, by random histories and by hand."""
 
 import itertools
 from collections.abc import Collection

@@ -1,5 +1,4 @@
-"""What ranks deliver to ranks of a pool with other numbers of them: each byte once, to its
-place."""
+"""Transfers between ranks of pools with different rank counts: each byte once, to its place."""
 
 import math
 from itertools import product

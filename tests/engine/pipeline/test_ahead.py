@@ -1,5 +1,5 @@
-"""A stage whose next step is prepared while one computes: the order of events, the plan's mark
-(S1), what fails."""
+"""A stage whose next step is prepared during a computation: the order of events, the plan's mark
+(S1), failures."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -45,8 +45,8 @@ def ids(batch: ForwardBatch) -> list[int]:
 
 @dataclass
 class Script:
-    """A stage that draws 100 and on, one token per row that draws, and notes what it ran on.
-    `before`: what happens in the steps of these numbers."""
+    """A stage that samples 100 and on, one token per sampling row, and records its batches.
+    `before`: actions in the steps of these numbers."""
 
     depth: int = 1
     runs_apart: bool = False

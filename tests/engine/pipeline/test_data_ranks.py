@@ -1,4 +1,4 @@
-"""What data ranks run in one step (case ids: S3-1 to S3-7), and how rows go between the ranks that
+"""Batches of data ranks in one step (case ids: S3-1 to S3-7), and rows between the ranks that
 divide a layer."""
 
 import re

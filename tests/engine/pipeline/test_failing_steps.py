@@ -1,5 +1,5 @@
-"""A batch that cannot run ends its own requests, whatever it was that a stage met, and the next
-ones are served."""
+"""A batch that cannot run ends its own requests with any kind of error, and the next ones are
+served."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
-"""Tensors beside their frames, over a link whose messages end when the test says so; and the bytes
-of a packet."""
+"""Tensors sent outside their frames, over a link whose messages end on command; and the bytes of a
+packet."""
 
 import time
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Message:
 
 @dataclass
 class HandLink:
-    """Keeps what is sent, lets nothing but zeros arrive."""
+    """A link that records sent tensors and delivers only zeros."""
 
     outcome: bool | RuntimeError = True
     sent: list[Message] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Drawing under a grammar: what may come next, whatever was drafted, and what cannot be
+"""Sampling under a grammar: allowed tokens, drafted tokens, and grammars that cannot be
 followed."""
 
 import itertools
@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CheckedGrammars(Grammars):
-    """Every grammar is compiled when its text is opened, as `check` leaves it before a request is
-    begun."""
+    """Grammars that are compiled when their text is opened, as `check` leaves them before a request
+    begins."""
 
     def open(self, grammar: Grammar) -> GuidedText:
         text = super().open(grammar)
@@ -421,8 +421,8 @@ def test_a_model_without_a_tokenizer_offers_none(tmp_path: Path) -> None:
 
 
 class CountedProcess:
-    """Computes each mask in so many seconds, and those of a tree's further nodes for 5 ms at
-    most."""
+    """A process that computes each mask in this many seconds, and those of a tree's further nodes
+    for 5 ms at most."""
 
     def __init__(self, mask_s: float) -> None:
         self.num_texts, self.mask_s = 0, mask_s

@@ -1,5 +1,5 @@
-"""What the last stage keeps of requests: drawing from it is drawing from the whole output, wherever
-a row stands, and a step brings what it changes."""
+"""Output that the last stage keeps of requests: sampling from it equals sampling from the whole
+output, and a step sends changes only."""
 
 import random
 from collections import Counter

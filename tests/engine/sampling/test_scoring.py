@@ -1,4 +1,4 @@
-"""Scores of known tokens: which logits are wanted, whose they are, and their values by hand."""
+"""Scores of known tokens: wanted logits, their rows, and values by hand."""
 
 import math
 from dataclasses import replace

@@ -32,7 +32,7 @@ MAX_ROWS, NODES = 3, 4
 
 
 class Draft:
-    """Over pages of NaN, the null page too."""
+    """A draft over pages of NaN, the null page included."""
 
     def __init__(self, *, is_captured: bool) -> None:
         self.pools = {0: torch.full((20, 2, 1, PAGE_SIZE, HIDDEN), float("nan"))}

@@ -1,4 +1,4 @@
-"""What a draft hands over, in slots that other requests have used before."""
+"""State that a draft hands over, in slots that other requests have used before."""
 
 import torch
 

@@ -69,7 +69,7 @@ class ToyDraft:
 
 
 class Bench:
-    """A drafter with what it plans and runs in reach."""
+    """A drafter with its plans and runs exposed."""
 
     def __init__(self, *, topk: int, steps: int) -> None:
         pools = {0: torch.zeros(20, 2, 1, PAGE_SIZE, HIDDEN)}

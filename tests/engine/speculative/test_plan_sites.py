@@ -467,7 +467,7 @@ def sites() -> list[Site]:
 
 
 class Without(ast.NodeTransformer):
-    """Takes out one site; a question is answered with yes, plan."""
+    """A patch that removes one site; a question returns yes, plan."""
 
     def __init__(self, target: ast.AST) -> None:
         self._target = target

@@ -38,7 +38,7 @@ WIDE = AttentionGeometry(
 
 
 class Draft:
-    """Over pages of NaN, the null page too; each request has eight of its own."""
+    """A draft over pages of NaN, the null page included; each request has its own eight."""
 
     def __init__(self, topk: int, *, is_recorded: bool, steps: int = 3) -> None:
         self.pools = {0: torch.full((1 + 4 * PAGES_EACH, 2, 1, PAGE_SIZE, HIDDEN), float("nan"))}

@@ -58,7 +58,7 @@ class ChoosingSteps(MultiStepLatentAttention):
 
 @dataclass
 class Bench:
-    """A NextN draft with what it runs on in reach."""
+    """A NextN draft with its backends exposed."""
 
     model: DraftModel
     paged: Choosing

@@ -1,4 +1,4 @@
-"""NextN drafts: their trees are those of the formulas, from whatever folder; other variants are
+"""NextN drafts: their trees are those of the formulas, from any kind of folder; other variants are
 refused by name."""
 
 import json

@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class Recorder(UcxStageChannel):
-    """A channel that keeps a copy of all it sends, as a network would that was listened to."""
+    """A channel that keeps a copy of all frames it sends, as an eavesdropper would."""
 
     def __init__(self, rank: int, profile: TransportProfile = TransportProfile.TCP) -> None:
         super().__init__(rank=rank, max_frame_bytes=MAX_BYTES, profile=profile)

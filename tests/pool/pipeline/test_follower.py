@@ -46,8 +46,8 @@ SPECS = hybrid_specs(2)
 
 
 class ScriptedChannel:
-    """The batch channel of a stage. `step` is what its engine does between two looks at its
-    orders."""
+    """The batch channel of a stage. `step` is the engine's work between two polls of its
+    commands."""
 
     parts = None
 
@@ -72,7 +72,7 @@ class ScriptedChannel:
 
 
 class WatchingLeader(Observer):
-    """Remembers how the agent of its stage stood whenever the pool formed."""
+    """A leader that records the state of its stage's agent at each formation."""
 
     agent: TransferAgent
     stats: list[AgentStats]

@@ -1,5 +1,5 @@
-"""Grammars of a pool of several stages are compiled by the last one; its leader asks, and hears why
-not."""
+"""The last stage compiles grammars of a pool; its leader requests a check and gets the reason of a
+refusal."""
 
 import asyncio
 from typing import cast

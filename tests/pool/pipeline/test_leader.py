@@ -1,4 +1,4 @@
-"""A leader whose pipeline breaks though every stage is joined, and one whose warm-up fails."""
+"""A leader whose pipeline breaks while every stage is joined, and one whose warm-up fails."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ from transfer.transport.forming import Forming
 
 
 class OneBatch:
-    """A scheduler with one batch to run whenever `give` was called. `on_result` may be made to
+    """A scheduler with one batch to run after each call of `give`. `on_result` can be made to
     fail."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class OneBatch:
 
 
 class BreakingChannel:
-    """A batch channel over which nothing comes back: as UCX that fails while gRPC lives."""
+    """A batch channel that returns nothing, as UCX that fails while gRPC lives."""
 
     address, parts = b"channel-0", None
 

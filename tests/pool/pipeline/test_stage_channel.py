@@ -1,5 +1,5 @@
-"""What goes from stage to stage: whole, in order, of this epoch only; and a stage that is gone is
-told within seconds.
+"""Packets between stages: whole, in order, of this epoch only; and a lost stage is reported within
+seconds.
 
 One suite for every way that tensors can travel: within their frames over UCX, and beside them over
 links.

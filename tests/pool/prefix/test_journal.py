@@ -1,4 +1,4 @@
-"""Who applies all reports to a journal knows what is in it, whatever happened between them."""
+"""A reader of all reports of a journal knows its contents, with any events in between."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

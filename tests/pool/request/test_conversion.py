@@ -1,4 +1,4 @@
-"""What a worker refuses of a request, whoever sent it."""
+"""Requests that a worker refuses, from any sender."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Who frees the memory of a request, and when: two lifetimes, request and transfer; and how the
-engine's events reach it."""
+"""Release of a request's memory: two lifetimes, request and transfer; and delivery of the engine's
+events."""
 
 import asyncio
 import time

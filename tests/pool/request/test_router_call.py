@@ -1,5 +1,5 @@
-"""One router's call on a pool: its requests begin, end and fail one by one, whatever the router
-does, and all end with the call. Requests here wait for what a test does with them."""
+"""One router's call on a pool: its requests begin, end and fail separately, and all end with the
+call. Requests here wait for commands of the test."""
 
 import asyncio
 import logging
@@ -41,14 +41,13 @@ Request = Opening[pb.DecodeInput, pb.DecodeEvent]
 
 @dataclass(frozen=True)
 class End:
-    """What a request is told to do."""
+    """A scripted end of a request."""
 
     error: Exception | None = None
 
 
 class Pool:
-    """`requests` by their ids, from their beginning to their end; each takes inputs, and ends as it
-    is told."""
+    """Running `requests` by id; each takes inputs and ends on command."""
 
     def __init__(self, num_taken: int = 0) -> None:
         self.num_taken = num_taken  # that it says it takes

@@ -1,4 +1,4 @@
-"""Which stages capture what: by device, flag, model and speculation."""
+"""Captures of stages by device, flag, model and speculation."""
 
 from pathlib import Path
 

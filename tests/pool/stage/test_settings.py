@@ -1,4 +1,4 @@
-"""What two stages, or two pools, compare of the machines and releases that they run on."""
+"""Machine and release settings that stages and pools compare."""
 
 import json
 import os

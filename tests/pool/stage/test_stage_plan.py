@@ -1,4 +1,4 @@
-"""Which layers a stage's process plans for when a draft sits behind the target (S0-8)."""
+"""Layers that a stage's process plans for if a draft follows the target (S0-8)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a warm-up leaves behind, whatever becomes of it: nothing."""
+"""A warm-up leaks nothing, however it ends."""
 
 import asyncio
 from collections.abc import Iterator

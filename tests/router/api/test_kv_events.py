@@ -1,5 +1,5 @@
-"""What a subscriber knows after any events is what workers have of the prompts that this router
-placed."""
+"""A subscriber's view after any events equals the workers' cached blocks of prompts that this
+router placed."""
 
 from itertools import pairwise
 

@@ -11,7 +11,7 @@ from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, J
 
 
 class Ids(logging.Handler):
-    """What formatters of the log add to each line, which is what is bound where it is written."""
+    """A filter that records the bound fields that log formatters add to each line."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""The vLLM contract without a router behind it: what is refused before any work, and what is made
-once."""
+"""The vLLM contract without a router: refusals before any work, and files that are built once."""
 
 import asyncio
 import json

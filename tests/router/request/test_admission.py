@@ -1,4 +1,4 @@
-"""Requests whose time cannot suffice are refused before any worker gets them; the others are
+"""Requests that cannot meet their deadline are refused before any worker gets them; the others are
 tried."""
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Tokens to what the client gets: stop strings, stop tokens, minimum lengths; and the queue between
-a request and its client: everything in order, a bound, and an end."""
+"""Tokens to client output: stop strings, stop tokens, minimum lengths; and the queue between a
+request and its client: order, a bound, and an end."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What one client's requests say of its next ones, and what they do not say of another one's."""
+"""Estimates from one client's requests apply to its next ones and not to those of other clients."""
 
 import pytest
 

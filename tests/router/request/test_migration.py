@@ -1,5 +1,5 @@
-"""A decode pool that dies or drains in mid-stream: the client's stream goes on, without a gap and
-without a repeat."""
+"""A decode pool dies or drains in mid-stream: the client's stream continues without a gap or a
+repeat."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

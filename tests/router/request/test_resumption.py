@@ -1,5 +1,4 @@
-"""An answer that another router began goes on here, wherever it was cut, as if nothing had
-happened."""
+"""A response that another router began resumes here at any position, as if uninterrupted."""
 
 import asyncio
 import itertools
@@ -44,7 +43,7 @@ def a_question(*resumed: list[int], **fields: object) -> generation_pb2.Generate
 
 @dataclass(frozen=True)
 class Said:
-    """What one choice came to, from the `first` token that was still to come."""
+    """The output of one choice, from the `first` remaining token on."""
 
     token_ids: list[int]
     logprobs: list[float]

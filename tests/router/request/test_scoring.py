@@ -9,7 +9,7 @@ from runtime.errors import CapacityError
 
 
 class Held:
-    """Requests that keep their places until they are told to go."""
+    """Requests that keep their places until released."""
 
     def __init__(self, num_places: int, max_wait_s: float = 60.0) -> None:
         self.num_places = num_places

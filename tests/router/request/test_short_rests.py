@@ -1,5 +1,5 @@
-"""A decode pool that has nearly all of a prompt computes the rest, and whoever cannot is replaced
-by a handoff."""
+"""A decode pool that has most of a prompt computes the rest; a pool that cannot is replaced by a
+handoff."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Who waits, who goes first and who waits in vain: by hand, and as properties of any sequence of
-happenings."""
+"""Admission queue: ordering, bounds and expired requests, by hand and as properties of any sequence
+of events."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a request's own task has to handle, and the answers that workers owe it."""
+"""Events that a request's task handles, and the timeouts of expected worker responses."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from router.request.worker_stream import DueTimer, Ended, FlowInbox, Over, Recei
 
 
 class Closed:
-    """A stream that nobody closes."""
+    """A stream whose close does nothing."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""What a gateway reads with the tokenizer and the template that it gets comes back to the router,
+"""Text that a gateway encodes with its tokenizer and template reaches the router unchanged,
 character by character. The gateway itself is in tests/cluster/test_openai_texts.py."""
 
 import json

@@ -31,8 +31,7 @@ async def test_long_texts_give_the_same_ids_as_short_ones() -> None:
 
 
 class Watched:
-    """A tokenizer that keeps the threads it worked on. It has no `encode`, which keeps all threads
-    waiting."""
+    """A tokenizer that records its threads. It has no `encode`, which blocks all threads."""
 
     decoder = None
 

@@ -1,4 +1,4 @@
-"""What a directory knows and chooses, without a worker anywhere: they are told to it by hand."""
+"""State and choices of a directory without workers: reports are given by hand."""
 
 import asyncio
 import gc
@@ -30,8 +30,7 @@ from tests.router.harness import FACTS, worker_info
 
 
 class Known:
-    """A directory of one prefill worker and some decode workers, none of which has said
-    anything."""
+    """A directory of one prefill worker and some decode workers, none of which has reported."""
 
     def __init__(self, num_decode: int = 1) -> None:
         self.registry = CollectorRegistry()

@@ -130,7 +130,7 @@ async def running(make: Callable[[Seen], Source]) -> AsyncIterator[Seen]:
 
 
 class Resolver:
-    """Answers as it is told."""
+    """A resolver with scripted results."""
 
     def __init__(self) -> None:
         self.answer: list[str] | OSError = []

@@ -87,8 +87,8 @@ def test_a_stalled_pool_gets_slower_without_reports() -> None:
 
 
 class Pool:
-    """Reports of a pool that this router has for itself. Its first hundred prompts have a hundred
-    tokens each, which take a tenth of a second."""
+    """Reports of a pool that only this router uses. Its first hundred prompts have a hundred tokens
+    each, which take a tenth of a second."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Choices are pure: the same snapshot and draw give the same worker, whatever the order of the
+"""Choices are pure: the same snapshot and random number give the same worker, in any order of the
 candidates."""
 
 import random

@@ -1,5 +1,5 @@
-"""Pairs that could not hand over: who is left out, for how long, and what is tried where nothing
-else is left."""
+"""Pairs that failed a handoff: which are excluded, for how long, and what is tried if no other pair
+is left."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A router that misses a report of a prefix cache asks for a whole account: it watches anew."""
+"""A router that misses a prefix-cache report requests a full one: it restarts the watch."""
 
 import asyncio
 import random
@@ -24,7 +24,8 @@ NAMES = [bytes([number]) * 16 for number in range(2)]
 
 
 class ScriptedWorker(CachelessWorker):
-    """The first stream says `script`, every other one a whole account of both names."""
+    """A worker whose first stream sends `script`, and every other one a full report of both
+    names."""
 
     def __init__(self, script: Sequence[pb.WatchResponse]) -> None:
         self._scripts = [script]
@@ -127,7 +128,7 @@ async def test_a_name_served_by_another_worker_is_looked_up_again(answers: str) 
 
 
 class Named(CachelessWorker):
-    """Says who it is and that it serves."""
+    """A worker that sends its info and that it serves."""
 
     def __init__(self, role: WorkerRole, incarnation: str) -> None:
         self._info = worker_info(role, incarnation=incarnation)

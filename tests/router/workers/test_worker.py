@@ -1,4 +1,4 @@
-"""What a worker can take: what it reported last, and what was booked since."""
+"""Capacity of a worker: its last report and later bookings."""
 
 import grpc
 import pytest

@@ -1,5 +1,4 @@
-"""The call that all requests to a worker share, over real gRPC, before a worker that does whatever
-a test wants."""
+"""The call that all requests to a worker share, over real gRPC, with a scripted worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,8 +38,8 @@ Call = WorkerCall[pb.DecodeInput, pb.DecodeEvent]
 
 
 class Scripted(decode_pb2_grpc.DecodeServicer):
-    """`received` are the messages of all calls; what is put into `answers` is sent on the present
-    call, or ends it."""
+    """A worker with the messages of all calls in `received`; items of `answers` are sent on the
+    current call, or end it."""
 
     def __init__(self) -> None:
         self.received: list[pb.DecodeInputs] = []

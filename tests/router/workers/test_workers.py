@@ -1,4 +1,4 @@
-"""Who gets what: pairs, the hold-back queue, readiness, load."""
+"""Placement: pairs, the queue, readiness, load."""
 
 import asyncio
 import logging

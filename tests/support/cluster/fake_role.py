@@ -1,9 +1,9 @@
 """A role process without an engine: it takes a role's flags, serves health (and an echo, as
-router), and announces.
+router), and announces itself.
 
-Its behavior is chosen by the name of the "model": "broken" exits at once with an error, "refused"
-as a role does that refuses its settings, "slow" never serves, and neither does one with a file of
-that name. Where there is a file "kernels", prefill compiles until it is gone.
+The name of the "model" selects its behavior: "broken" exits at once with an error, "refused" exits
+like a role that refuses its settings, "slow" never serves, and neither does one with a file of that
+name. While a file "kernels" exists, prefill compiles.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A small cluster in the test's own process whose parts can be broken on purpose: bytes damaged on
-their way, pages held or lost, workers stopped and started under their old addresses, workers that
-no router knows."""
+"""A small cluster in the test's own process whose parts can be broken on purpose: bytes damaged in
+transfer, pages held or lost, workers stopped and started at their old addresses, workers that no
+router knows."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ NUM_PAGES, PAGE_SIZE = 9, 64  # one of the pages is the null page
 
 
 class DamagingUcx(UcxTransport):
-    """While armed, flips a bit of every message that is large enough to be state."""
+    """A transport that, while armed, flips a bit of every message large enough to be state."""
 
     armed = False
 
@@ -49,7 +49,7 @@ class DamagingUcx(UcxTransport):
 
 @dataclass
 class Running:
-    """One role; `announcement` is where it listens, now and after a restart."""
+    """One role; `announcement` is its address, now and after a restart."""
 
     announcement: Announcement
     stop: StopSignal

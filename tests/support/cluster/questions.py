@@ -1,5 +1,4 @@
-"""The same request as a client says it and as the engine hears it, for comparing clusters with one
-process."""
+"""Requests in the client's and the engine's form, to compare clusters with one process."""
 
 import random
 

@@ -1,5 +1,5 @@
-"""One tiny hybrid checkpoint on disk for all tests of clusters, and what a single process answers
-with it."""
+"""One tiny hybrid checkpoint on disk for all tests of clusters, and the output of a single
+process."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reference:
-    """Answers of one process without any handoff, one request at a time."""
+    """Output of one process without any handoff, one request at a time."""
 
     def __init__(self, path: Path, *, in_bytes: bool = False) -> None:
         torch.set_num_threads(1)

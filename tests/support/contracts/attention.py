@@ -1,5 +1,5 @@
-"""What every attention backend must do. A test class per backend inherits this and says how to
-build it."""
+"""Contract of every attention backend. A test class per backend inherits this and builds the
+backend."""
 
 from abc import ABC, abstractmethod
 
@@ -22,7 +22,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 class AttentionContract(ABC):
-    """Pools start as NaN, so any read of what nobody wrote shows in the result."""
+    """Contract over pools that start as NaN, so any read of an unwritten place shows in the
+    result."""
 
     @abstractmethod
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> AttentionBackend: ...
@@ -210,7 +211,7 @@ class AttentionContract(ABC):
 
 
 class TreeContract(ABC):
-    """What a backend must do that verifies trees."""
+    """Contract of a backend that verifies trees."""
 
     @abstractmethod
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> AttentionBackend: ...

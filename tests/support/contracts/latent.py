@@ -1,5 +1,5 @@
-"""What every latent attention backend must do: the formulas of MLA and DSA, written token by token
-in fp64."""
+"""Contract of every latent attention backend: the formulas of MLA and DSA, token by token in
+fp64."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

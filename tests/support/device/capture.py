@@ -30,12 +30,13 @@ class Plans(Protocol):
 
 
 class CaptureError(RuntimeError):
-    """What CUDA raises when something cannot be captured."""
+    """An error like CUDA's for an operation that cannot be captured."""
 
 
 @dataclass
 class Trace:
-    """What a function started: names, shapes, plain numbers, and for tensors which memory."""
+    """Operations that a function started: names, shapes, plain numbers, and the memory of
+    tensors."""
 
     steps: list[object] = field(default_factory=list)
     _made: dict[int, int] = field(default_factory=dict)
@@ -112,7 +113,7 @@ def _watched(trace: Trace) -> Iterator[None]:
 
 @dataclass
 class Recorded:
-    """A `Graph`."""
+    """A recorded function as a `Graph`."""
 
     name: str
     forward: Callable[[], None]

@@ -101,8 +101,8 @@ class OracleDrafter:
 
 
 class KnowingModel:
-    """A `DraftModel` with the cache of a real one that knows how one request goes on: `truth` is
-    its prompt and answer.
+    """A `DraftModel` with the cache of a real one and the tokens of one request: `truth` is its
+    prompt and output.
 
     Its hidden state is the position of the slot, so that a wrong one predicts a wrong token.
     """

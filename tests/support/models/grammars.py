@@ -1,4 +1,4 @@
-"""What may follow a text under a grammar, asked as the last stage asks."""
+"""Masks of a grammar after a text, computed as the last stage does."""
 
 import time
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Checkpoints in the shapes that are published, with random weights, or with none at all behind
-whole headers.
+"""Checkpoints in published shapes, with random weights or with headers only.
 
 Names and shapes of the tensors are transformers' own (built without memory).
 """

@@ -1,4 +1,4 @@
-"""A server behind certificates and tokens, and who asks it."""
+"""A server with certificates and tokens, and its callers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

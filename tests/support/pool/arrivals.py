@@ -75,8 +75,7 @@ def state_bytes(layer_id: int) -> int:
 
 
 class _Group:
-    """What a service needs of `pool.pipeline.group.StageGroup`, with every stage in this
-    process."""
+    """The used part of `pool.pipeline.group.StageGroup`, with every stage in this process."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None

@@ -1,4 +1,4 @@
-"""Formings of pools whose key everybody knows, also another process."""
+"""Formations of pools with a known key, shared with other processes."""
 
 from transfer.transport.forming import Forming
 

@@ -1,5 +1,4 @@
-"""A Generation service that answers by rule instead of by model, for testing clients over real
-gRPC."""
+"""A scripted Generation service, for testing clients over real gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator

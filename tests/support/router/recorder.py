@@ -1,4 +1,4 @@
-"""An engine that keeps the prompts it gets, behind the router's own code for gateways."""
+"""An engine that records its prompts, with the router's own code for gateways."""
 
 import json
 from collections.abc import AsyncIterator, Mapping

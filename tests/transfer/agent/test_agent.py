@@ -1,5 +1,5 @@
-"""Agents hand over what the plan says, layer by layer, over every transport; and whatever goes
-wrong, they drain."""
+"""Agents hand over according to the plan, layer by layer, over every transport; and they drain
+after any failure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

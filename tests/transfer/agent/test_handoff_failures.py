@@ -1,5 +1,5 @@
-"""What must never happen in a handoff, provoked: wrong bytes called right, memory given back too
-early, leaks."""
+"""Failures of handoffs that must never go unnoticed: wrong bytes, memory released too early,
+leaks."""
 
 import random
 import signal

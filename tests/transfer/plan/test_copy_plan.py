@@ -1,5 +1,5 @@
-"""Any split meets any split: every record of every layer moves exactly once, and both sides agree
-on how."""
+"""Every split works with every other: each record of every layer moves exactly once, and both sides
+agree on the plan."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Any changed byte, any swapped item and any damaged trailer is found, whatever lane, epoch or
-session it is from."""
+"""Any changed byte, swapped item or damaged trailer is found, for every lane, epoch and session."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a stranger cannot make: authenticators agree with NIST's, and no changed bit passes."""
+"""Authenticators that a stranger cannot make: they agree with NIST's, and no changed bit passes."""
 
 import pytest
 

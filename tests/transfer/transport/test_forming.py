@@ -1,5 +1,5 @@
-"""Which frame is the one that is due: of the right forming, between the right members, genuine, and
-the next."""
+"""Acceptance of frames: of the right formation, between the right members, genuine, and next in
+order."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A wakeup sleeps when nobody has set it, in whatever order its calls meet."""
+"""A wakeup sleeps while it is not set, for any order of its calls."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Where UCX listens: the settings, and the sockets that a worker really opens."""
+"""Addresses that UCX listens on: the settings, and the sockets that a worker really opens."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Who waits for a frame stays awake while batches are in flight, and at no other time."""
+"""A wait for a frame spins while batches are in flight, and at no other time."""
 
 from dataclasses import dataclass, field
 
