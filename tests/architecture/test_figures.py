@@ -366,7 +366,7 @@ STATED = [
         ("pool/stage/config.py:WorkerConfig.spec_draft_tokens",),
     ),
 ]
-# Those that pages write in words, beside the number that the words are.
+# Numbers that pages write in words, and their values.
 WORDS = [
     (SECURITY, "four times a second or twenty times", "runtime/rpc/connections.py:LOOK_S", 1 / 4),
     (SECURITY, "twenty times while many come", "runtime/rpc/connections.py:BUSY_LOOK_S", 1 / 20),

@@ -21,7 +21,7 @@ from tests.architecture.source import (
     reachable,
 )
 
-# Package -> what it may import besides itself: a package, or one module of it.
+# Package -> its allowed imports besides itself: a package, or one module of it.
 ALLOWED = {
     "runtime": (),
     "protos": (),
@@ -40,7 +40,7 @@ ALLOWED = {
     "testing": ("engine", "transfer", "protos", "runtime"),
     "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests"),
 }  # fmt: skip
-# The folders of `engine/` from the lowest to the highest: each imports only what stands before it.
+# The folders of `engine/` from the lowest to the highest: each imports only earlier ones.
 ENGINE_ROOMS = (
     "core",
     "kernels",
@@ -104,8 +104,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_no_package_imports_itself_through_others() -> None:
-    """Folders, in every folder. A circle between folders makes one folder of them that nobody
-    drew."""
+    """Checks folders at every level. A cycle between folders makes one unplanned folder of them."""
     assert find_cycle(package_graph(import_graph(*PACKAGES))) == []
 
 

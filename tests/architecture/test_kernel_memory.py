@@ -40,8 +40,8 @@ def host_kernels() -> dict[str, ast.Module]:
 
 
 def test_no_compiled_code_takes_the_address_of_an_array_of_its_own() -> None:
-    """numba frees an array behind the last use of its variable, and an address is no use. A
-    kernel's memory is its seat (`take_seat`), which the launch holds."""
+    """numba frees an array after the last use of its variable, and an address is no use. A kernel's
+    memory is its seat (`take_seat`), which the launch holds."""
     assert addresses_of_arrays(host_kernels()) == {"engine.kernels.host.codegen.compiled.launch"}
 
 

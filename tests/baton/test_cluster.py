@@ -122,7 +122,8 @@ async def test_a_start_that_takes_long_shows_how_far_each_process_is(
 async def test_a_start_that_compiles_kernels_shows_how_many_are_there(
     tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that others, whose announcement the cluster does not wait for yet, are further on."""
+    """It also shows that others, whose announcement the cluster does not wait for yet, have
+    progressed."""
     monkeypatch.setattr("baton.cluster.PROGRESS_S", 0.0)
     settings = config(tmp_path)
     (settings.model / "kernels").touch()
@@ -458,7 +459,7 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
 
 
 def test_up_and_its_processes_log_json_with_the_json_style(tmp_path: Path) -> None:
-    """What the stand-ins print is no JSON, what they log is."""
+    """The fake roles print plain text and log JSON."""
     with up(tmp_path, "--log-style", "json") as child:
         lines = read_until(child, "ready: ")
         assert child.stdout is not None
@@ -508,8 +509,7 @@ def test_a_terminal_without_frames_shows_the_cluster_all_the_same(
 
 
 def test_a_second_signal_ends_up_at_once_and_in_order(tmp_path: Path) -> None:
-    """Processes that were killed used to be started again, or nobody had waited for them: a
-    traceback followed."""
+    """Killed processes used to be restarted, or were not waited for: a traceback followed."""
     with up(tmp_path) as child:
         read_until(child, "ready: ")
         started = children_of(child.pid)

@@ -174,8 +174,8 @@ def test_a_bad_setting_ends_it_before_it_listens(given: dict[str, Any], said: st
 async def test_a_proxy_of_the_environment_is_passed_by(
     monkeypatch: pytest.MonkeyPatch, proxy: str
 ) -> None:
-    """A stand-in gateway that is ready, and proxies that do not exist: of SOCKS the client knows
-    nothing, either."""
+    """A fake gateway that is ready, and proxies that do not exist; the client does not support
+    SOCKS either."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, proxy)
     for name in ("no_proxy", "NO_PROXY"):

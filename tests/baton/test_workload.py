@@ -133,8 +133,8 @@ def test_prompts_share_a_prefix_if_their_blocks_do() -> None:
 
 
 def test_copies_of_a_load_ask_as_much_each_within_its_time() -> None:
-    """Three times the requests of 10 s within 10 s; what begins alike within a copy does not across
-    copies."""
+    """Three times the requests of 10 s within 10 s; prefixes are shared within a copy but not
+    across copies."""
     load = [Planned(0.0, 5, 2, (0, 1)), Planned(4.0, 6, 3, (0, 2)), Planned(10.0, 7, 4)]
     assert superposed(load, 1, seed=0) == load
     together = superposed(load, 3, seed=0)

@@ -50,8 +50,7 @@ def test_with_states_a_prompt_goes_on_where_one_ended_or_parted(trace: Path) -> 
 
 
 def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
-    """Three pages: the third prompt pushes out what only the second had, whose block it needs a
-    page for."""
+    """Three pages: the third prompt evicts the block of the second alone, since it needs a page."""
     assert token_hit(trace, 48, 0) == (0 + 2 + 1 + 2) * 16 / 200
 
 

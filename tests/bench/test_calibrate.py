@@ -28,7 +28,7 @@ def test_nothing_takes_less_than_nothing() -> None:
 
 
 def test_the_slower_role_bounds_a_fleet_or_the_machine_does() -> None:
-    """Prompts of 1,024 tokens take 0.1 s, 0.02 for each of two chunks and 1.024; answers of 15 more
+    """Prompts of 1,024 tokens take 0.1 s, 0.02 for each of two chunks and 1.024; outputs of 15 more
     tokens 0.2 s, 1.024 for the prompt's arrival and 15 rounds of 0.01 s. Router and client take 0.3
     s and 15 times 0.002."""
     costs = Costs(

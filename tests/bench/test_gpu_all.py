@@ -87,7 +87,7 @@ def test_kernels_are_linked_on_machines_with_runtime_libraries_only(
     tmp_path: Path,
     comes_with_wheels: bool,  # noqa: FBT001
 ) -> None:
-    """By names that a linker looks for: the runtime's own, and a stand-in for the driver's."""
+    """The linker finds the runtime's own library and a fake of the driver's."""
     toolkit = tmp_path / "nvidia" / "cu13"
     for file in (toolkit / "bin" / "nvcc", toolkit / "lib" / "libcudart.so.13"):
         file.parent.mkdir(parents=True)

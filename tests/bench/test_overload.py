@@ -46,9 +46,9 @@ def test_bars_compare_with_the_load_that_can_just_be_served() -> None:
 
 @pytest.mark.long
 def test_a_sixfold_load_is_served_and_refusals_name_a_retry_delay() -> None:
-    """Of its bars those that a machine holds whose cores others take for seconds at a time, so that
-    who was let in ends late: first come first served, nothing would be refused. Goodput is measured
-    by hand."""
+    """Checks only bounds that hold on a machine whose cores are taken for seconds at a time, so
+    that admitted requests end late; first come first served would refuse nothing. Goodput is
+    measured by hand."""
     flags = (
         "--loads",
         "1,6",

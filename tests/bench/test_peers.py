@@ -85,7 +85,7 @@ def test_llama_bench_runs_one_row_after_the_context(tmp_path: Path) -> None:
 
 
 def test_vllms_side_runs_without_our_packages() -> None:
-    """Its Python has none of ours, and `bench/kernels.py` must not stand for its package
+    """Its Python has none of Baton's packages, and `bench/kernels.py` must not shadow its package
     `kernels`."""
     program = Path(peer_files.__file__).with_name("peer_vllm.py")
     done = subprocess.run(

@@ -126,8 +126,8 @@ def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str, kill
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_storm_with_frequent_kills_refuses_what_it_cannot_serve() -> None:
-    """At a rate that two cores serve while so much starts anew; by hand it is the benchmark's
-    own."""
+    """The rate is one that two cores serve during so many restarts; by hand the benchmark's own
+    rate is used."""
     values = figures(
         "bench.storm",
         "--seconds",

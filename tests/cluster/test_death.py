@@ -87,7 +87,7 @@ async def test_a_killed_process_is_survived(
 async def test_a_prefill_that_dies_before_the_first_token_is_replaced(
     checkpoint: Path, reference: Reference
 ) -> None:
-    """With two prefill workers, killing one costs nobody an answer that had no token yet."""
+    """With two prefill workers, killing one loses no request that had no token yet."""
     questions = make_questions(16, seed=12, max_prompt=480, max_tokens=8)
     expected = on_the_wire(reference.answers(questions))
     async with running_cluster(

@@ -48,7 +48,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
 
 # What a cluster that is not short of anything does not move: see tests/pool/stage/test_metrics.py.
 SHOWN_ELSEWHERE = {
-    # No two of the prompts begin alike: see tests/prefill/test_prompt_cache.py.
+    # No two of the prompts share a prefix: see tests/prefill/test_prompt_cache.py.
     ("prefill-0", "baton_cache_matched_tokens"),
     ("prefill-0", "baton_cache_reused_tokens"),
     ("decode-0.0", "baton_cache_snapshots"),  # they come with the prompts
@@ -56,7 +56,7 @@ SHOWN_ELSEWHERE = {
     ("decode-0.0", "baton_queue_depth"),
     ("prefill-0", "baton_queue_oldest_seconds"),
     ("decode-0.0", "baton_queue_oldest_seconds"),
-    # One stage has nobody to wait for and nobody to send to.
+    # A single stage waits for no other and sends to none.
     ("prefill-0", "baton_pp_bubble_ratio"),
     ("prefill-0", "baton_pp_link_bytes"),
     ("decode-0.1", "baton_requests"),

@@ -213,7 +213,7 @@ async def test_a_chat_has_the_same_tokens_as_grpc(
     name: str,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """Its prompt is as long, and each token of a free answer has the same logprob, also inside a
+    """Prompt lengths are equal, and each token of a free output has the same logprob, also inside a
     character."""
     ours, theirs = TALK[name]
     sampling = Sampling(temperature=1.5, seed=11)
@@ -429,7 +429,7 @@ async def test_a_prompt_of_ids_is_refused_by_name(client: openai.AsyncOpenAI) ->
 
 
 async def test_a_body_above_the_limit_is_refused_by_its_length(running: RunningCluster) -> None:
-    """Before it is sent: the answer to one that is under way may be lost with the connection."""
+    """The refusal comes before the body: a later one may be lost with the connection."""
     host, port = running.cluster.http_address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
@@ -455,7 +455,7 @@ async def test_a_client_that_leaves_gives_its_pages_back(
     )
     await stream.close()
     await running.until_clean()
-    # One that waits for its answer whole is given up, too.
+    # A request that is not streamed is cancelled, too.
     waiting = asyncio.create_task(
         client.chat.completions.create(
             model="model", messages=MESSAGES, max_tokens=1900, extra_body=endless
@@ -500,8 +500,8 @@ async def test_prometheus_targets_list_every_process(running: RunningCluster) ->
 
 
 async def test_routers_cannot_be_added_over_http(running: RunningCluster) -> None:
-    """Without bodies: the gateway refuses before it reads one, and closes a connection whose body
-    comes later."""
+    """Requests have no body: the gateway refuses before it reads one, and closes a connection whose
+    body comes later."""
     async with httpx2.AsyncClient(
         base_url=f"http://{running.cluster.http_address}", timeout=120
     ) as http:

@@ -170,7 +170,7 @@ async def test_a_list_of_prompts_is_as_many_completions(door: Door) -> None:
 
 
 async def test_a_chat_that_is_posted_as_a_completion_is_no_more_than_a_chat(door: Door) -> None:
-    """Whoever writes what the template of the gateway writes can have asked for a chat."""
+    """A client that writes the output of the gateway's template could have sent a chat."""
     written = json.dumps(
         {
             CHAT_KEY: {

@@ -22,7 +22,7 @@ DRAIN_S = 0.2  # shorter than a question takes, so that decode pools hand some b
 STEPS = (("prefill-0", "decode-0.1"), ("prefill-1", "decode-0.0"), ("decode-1.0", "decode-1.1"))
 RESTART_S = 120.0
 LOST, DRAINED = '{outcome="resumed",type="lost"}', '{outcome="resumed",type="drained"}'
-WITNESSES = 3  # long answers under way at any time
+WITNESSES = 3  # long responses in progress at any time
 
 
 async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outcome]:

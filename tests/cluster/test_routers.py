@@ -149,8 +149,8 @@ def stop_string(whole: Completion) -> str:
 
 @pytest.mark.long
 async def test_a_response_has_the_same_bits_at_any_death_of_its_router() -> None:
-    """Five kinds of answers at once, drafts on: nothing has come of the witness, its first tokens,
-    half, all but the last."""
+    """Five kinds of requests at once, with drafts: the router dies after none of the witness's
+    tokens, its first ones, half, and all but the last."""
     async with two_routers(demo_model(), "--draft", str(DRAFT), decode_pp=2) as running:
         whole = await running.client.complete(QUERIES[4], timeout_s=60)
         queries = [*QUERIES, replace(QUERIES[4], stop=replace(LONG, strings=(stop_string(whole),)))]
@@ -211,7 +211,7 @@ async def test_no_request_is_lost_when_routers_are_killed_under_load(
 async def test_a_router_that_hangs_keeps_nothing_and_doubles_nothing(
     checkpoint: Path, reference: Reference
 ) -> None:
-    """Stopped with answers under way, it goes on when others have finished them."""
+    """It is stopped during responses and continues when others have finished them."""
     questions = [
         replace(question, max_tokens=400) for question in make_questions(4, seed=5, max_prompt=60)
     ]

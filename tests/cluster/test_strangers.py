@@ -93,7 +93,7 @@ async def test_a_flood_of_a_stranger_changes_no_response_or_formation(
 
 
 async def test_a_local_cluster_is_reached_from_this_machine_alone(checkpoint: Path) -> None:
-    """By gRPC and UCX alike; shared memory still carries what stages exchange."""
+    """This holds for gRPC and UCX; stages still exchange data by shared memory."""
     async with running_cluster(checkpoint, decode_pp=2) as running:
         for name, process in running.cluster.processes.items():
             listening = [

@@ -89,7 +89,7 @@ async def ask(outsider: Outsider, change: Json) -> Answer:
     return Answer([response async for response in outsider.ask(GENERATE, merged(SHORT, change))])
 
 
-# Every field a request can have -> a value, and what an answer must then be.
+# Every field of a request -> a value, and a check of the response.
 FIELDS: dict[str, tuple[Json, Any]] = {
     "request_id": (
         {"requestId": "mine"},
@@ -110,7 +110,7 @@ FIELDS: dict[str, tuple[Json, Any]] = {
     "speculate": ({"speculate": False}, lambda a: a.finishes),
     "prefix_cache": ({"prefixCache": False}, "greedy"),
     "cache_salt": ({"cacheSalt": "a tenant's"}, "greedy"),
-    "resumed": ({"resumed": [{"ids": []}]}, "greedy"),  # nothing is here yet: the whole answer
+    "resumed": ({"resumed": [{"ids": []}]}, "greedy"),  # no token yet: the whole response
     "resumed_from": ({"resumed": [{"ids": []}], "resumedFrom": [""]}, "greedy"),
     "n": (
         {"n": 3},

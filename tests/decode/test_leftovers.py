@@ -54,7 +54,7 @@ def test_s1_10_padding_and_rejected_nodes_may_be_nan(
 def test_s1_10_rows_of_an_earlier_batch_may_be_nan(
     description: ModelDescription, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage's input lies in memory that the next frame overwrites; batches shrink as requests
+    """A stage's input is in memory that the next frame overwrites; batches shrink as requests
     end."""
     receive, last = InProcessChannel.receive, dict[int, memoryview]()
 

@@ -37,7 +37,7 @@ class Asked:
 
     request: Request
     reservation: Reservation
-    num_known: int = 1  # tokens of the answer that this pool does not draw
+    num_known: int = 1  # output tokens that this pool does not generate
     events: list[DecodeEntryEvent] = field(default_factory=list)
     has_joined: bool = False
 
@@ -227,7 +227,7 @@ def test_a_received_prompt_is_cached() -> None:
 
 
 def test_generated_tokens_are_cached_with_their_prompt() -> None:
-    """The last drawn token was never computed."""
+    """The last sampled token was never computed."""
     rig = Rig()
     first = rig.serve(range(6), max_tokens=11)
     assert rig.serve([*first.tokens, 7, 7]).reservation.held_tokens == 16
@@ -242,7 +242,8 @@ def test_a_short_prompt_caches_its_output() -> None:
 
 
 def test_output_of_recurrent_layers_is_not_cached() -> None:
-    """A state rounds differently drawn and read, so what follows from it does."""
+    """A state is rounded differently in decode and prefill, and so are the results that follow from
+    it."""
     rig = Rig(grid=8)
     first = rig.serve(range(18), max_tokens=12)
     assert rig.serve(range(18)).reservation.held_tokens == 16
@@ -326,7 +327,7 @@ def test_shared_pages_can_be_replaced_by_own_ones() -> None:
 
 
 def test_a_lost_stage_takes_everything_with_it() -> None:
-    """Also what has landed and is said to be whole a moment later."""
+    """This includes received prompts that are reported complete a moment later."""
     rig = Rig()
     rig.serve(range(20))
     asked = rig.reserve(range(20))
@@ -483,7 +484,7 @@ class DecodeHistories(CacheMachine):
     @rule(which=consumes(asked))
     def release(self, which: Asked | None) -> None:
         if which is not None:
-            which.has_joined = True  # nothing more may land
+            which.has_joined = True  # nothing more may arrive
             self.rig.scheduler.release(which.reservation.key)
 
     @invariant()

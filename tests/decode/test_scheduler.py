@@ -142,7 +142,7 @@ def test_a_first_token_that_ends_the_request_never_runs() -> None:
 @pytest.mark.parametrize("num_replayed", [0, 1, 5, 8])
 def test_tokens_of_another_pool_are_recomputed_and_not_sent_again(num_replayed: int) -> None:
     """A request moves here after its first token and `num_replayed` more; the eighth of nine ends
-    it elsewhere, too. Where chunks lie on a grid, the answer is computed as it was drawn."""
+    it there, too. If chunks are on a grid, the output is computed as it was decoded."""
     scheduler, wanted = make(grid=4), request(prompt=5, max_tokens=9)
     client = Client()
     replayed = [106 + i for i in range(num_replayed)]
@@ -244,7 +244,7 @@ def test_out_of_pages_sets_the_youngest_back_and_replays_it_exactly() -> None:
     assert [batch.context_lens for batch in replayed] == [
         (0,),
         (8,),
-    ]  # of prompt and answer, by chunks of 8
+    ]  # of prompt and output, by chunks of 8
     assert [batch.sampling for batch in replayed] == [(None,)] * 2, "a replay draws nothing"
     scheduler.on_idle()
 
@@ -338,7 +338,7 @@ def test_no_step_includes_an_expired_request() -> None:
 
 
 def test_no_replay_includes_an_expired_request() -> None:
-    """It would be the prompt and all that was drawn."""
+    """The replay would be the prompt and all generated tokens."""
     scheduler = make(num_pages=7)
     assert isinstance(scheduler.clock, ManualClock)
     oldest, _ = joined(scheduler, request(max_tokens=16))

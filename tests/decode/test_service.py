@@ -101,7 +101,7 @@ async def test_s4_10_a_slot_is_read_only_after_every_stage_is_complete(
     await pools.until(
         lambda: all(COMPLETE in stage.log.states(destination.session_id) for stage in others)
     )
-    await asyncio.sleep(0.05)  # for whoever would commit now
+    await asyncio.sleep(0.05)  # for an early commit
     assert pools.next_batch() is None
     assert stream.events.empty()
     pools.finish_layers(lambda layer_id: layer_id in late_layers)
@@ -436,7 +436,7 @@ class Later:
 
 
 async def test_an_expired_request_takes_no_step(pools: Arrivals) -> None:
-    """The engine sees it, whatever else is late."""
+    """The engine checks the deadline, even if all other components are late."""
     stream, destination = await pools.open(remaining_s=600.0)
     pools.deliver(destination)
     stream.send(first_token())

@@ -46,8 +46,8 @@ def test_streams_draw_while_a_rest_is_read() -> None:
 
 
 def test_rests_are_as_short_as_streams_can_bear() -> None:
-    """Steps take a second, and one in which eight tokens are read four tenths more: two tokens are
-    a tenth. Without streams nobody waits, and what was seen long ago is no measure."""
+    """Steps take a second, and one that prefills eight tokens four tenths more: two tokens are a
+    tenth. Without streams no request waits, and old measurements are ignored."""
     rig = Rig(local_rest_tokens=8)
     rig.serve(range(16))
     assert rig.scheduler.load().local_rest_tokens == 8

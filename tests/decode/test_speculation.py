@@ -221,7 +221,7 @@ def test_more_requests_are_held_than_trees_are_kept(
 def test_preempted_and_replayed(
     description: ModelDescription, shape: Shape, size: int, max_running: int
 ) -> None:
-    # Admission alone needs all 23 pages, the longer answers want 33.
+    # Admission alone needs all 23 pages, the longer outputs need 33.
     wanted = requests(max_tokens=48)
     with local_pool(description) as pool:
         plain = pool.generate(wanted)

@@ -131,7 +131,7 @@ def test_a_random_draft(target: str, shape: str, size: int) -> None:
 
 
 def test_preempted_and_replayed() -> None:
-    """Known tokens run again as chains. Admission alone needs all 23 pages, the longer answers want
+    """Known tokens run again as chains. Admission alone needs all 23 pages, the longer outputs
     more."""
     wanted = requests(max_tokens=36)
     with local_pool(described("glm-5")) as pool:

@@ -131,7 +131,7 @@ def test_a_stop_token_drops_the_row_ahead_and_keeps_pages_until_it_ends() -> Non
 
 
 def test_pages_written_by_the_step_ahead_are_not_cached() -> None:
-    """Of 16 tokens the last was drawn, and its entry, the page's last, is the step ahead's."""
+    """Of 16 tokens the last was sampled, and its entry, the page's last, is the step ahead's."""
     scheduler, client = make(), Client()
     prompt = tuple(range(14))
     wanted = Request("r", prompt, 8, SamplingParams(temperature=0), stop_token_ids=frozenset({115}))
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_to_be_read_waits_for_the_step_in_flight() -> None:
 
 
 def test_a_prompt_of_one_token_is_to_be_read_too() -> None:
-    """Where a recurrent layer takes part, a token has other bits read than drawn."""
+    """With a recurrent layer, a token has other bits prefilled than decoded."""
     scheduler, client = make(), Client()
     joined(scheduler, request())
     first = launched(scheduler)
@@ -373,7 +373,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_ahead_changes_no_bit(model: str) -> None:
-    """Greedy and sampled, with logprobs; stops in mid-answer; pages that run out; some with
+    """Greedy and sampled, with logprobs; stops in mid-output; pages that run out; some with
     penalties, which wait."""
     description = tiny(*MODELS[model])
     plain = [each for each in requests(10) if not each.needs_output]
@@ -390,6 +390,6 @@ def test_a_step_ahead_changes_no_bit(model: str) -> None:
         for stopped, whole in zip(shown(arriving(pool, stops, plain[0])), expected, strict=False):
             assert stopped == whole[: len(stopped)]
             assert 0 < len(stopped) <= 6
-        pool.generate(plain[:1])  # it ends by its length, with no step behind it
+        pool.generate(plain[:1])  # it ends by its length, with no step after it
         call(pool.loop, pool.scheduler.on_idle)
         assert pool.scheduler.pages.num_free == pool.scheduler.pages.num_total

@@ -118,7 +118,7 @@ def test_every_pod_of_several_is_spread_from_its_like(documents: list[Document])
 @pytest.mark.parametrize("num_nodes", [2, 3])
 def test_no_node_takes_two_of_a_role_with_it(documents: list[Document], num_nodes: int) -> None:
     """Two of everything on two nodes or three, in any order in which controllers may make them: a
-    leader comes before the stages behind it."""
+    leader comes before its other stages."""
     kinds = pod_kinds(documents)
     for seed in range(30):
         rng = random.Random(seed)

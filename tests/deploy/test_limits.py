@@ -38,7 +38,7 @@ def test_a_routers_memory_limit_covers_client_limits(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_probe_has_time_to_answer(overlay: str) -> None:
-    """Kubernetes gives a probe one second unless told: a process that loads weights may be busy for
+    """Kubernetes gives a probe one second by default: a process that loads weights may be busy for
     longer."""
     for pod in pod_kinds(load(overlay)):
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

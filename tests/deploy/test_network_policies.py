@@ -168,7 +168,8 @@ def test_routers_reach_api_servers_of_both_families(overlay: str, address: str) 
 
 
 def test_traces_reach_their_collector_and_its_name_is_found_by_all() -> None:
-    """The component's policy on the pods of an overlay, as nobody's overlay has a collector."""
+    """The component's policy is applied to the pods of an overlay, as no overlay has a
+    collector."""
     folder = DEPLOY / "components" / "tracing"
     policy = yaml.safe_load((folder / "network-policy.yaml").read_text())
     pods = pod_kinds(load("single-node"))

@@ -178,7 +178,7 @@ async def lab_troubles(
     lab: Laboratory, server: Prometheus, watch: Watch, shop: list[Target]
 ) -> None:
     known = [*shop, *_lab_targets(lab)]
-    await lab.start_worker("extra", PrefillRole())  # no router was told of it
+    await lab.start_worker("extra", PrefillRole())  # no router knows it
     server.watch([*shop, *_lab_targets(lab)])
     await watch.until_fired("lab", "BatonWorkerUnused")
     server.watch(known)
@@ -269,7 +269,7 @@ async def _is_quiet(
 @pytest.fixture
 def port() -> Iterator[int]:
     with taken_port(LOCAL) as taken:
-        yield taken + 1  # which nobody takes while the one before it is held
+        yield taken + 1  # unused while the one before it is held
 
 
 @pytest.mark.timeout(900)  # about a minute when the machine has nothing else to do

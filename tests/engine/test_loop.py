@@ -368,7 +368,7 @@ async def test_an_error_for_a_caller_that_was_cancelled_is_no_bug_in_the_log(
         await waiting
     gate.set()
     await loop.submit(lambda: None)
-    await asyncio.sleep(0)  # the answer of the call before has come by now
+    await asyncio.sleep(0)  # the previous call has returned by now
     del waiting
     gc.collect()
     await asyncio.sleep(0)

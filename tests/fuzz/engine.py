@@ -85,7 +85,7 @@ def run(target: Target, *, cases: int, seed: int) -> Iterator[Finding]:
     for data in pool:
         target.parse(
             data
-        )  # what is valid must be taken: else nothing behind the first check is ever reached
+        )  # valid input must be accepted: else nothing after the first check is reached
     for case in range(cases):
         if case % 4096 == 4095:
             pool[numbers.randrange(len(pool))] = target.valid(numbers)

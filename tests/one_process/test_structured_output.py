@@ -116,7 +116,7 @@ async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(
     """On a pool whose last stage, which draws, is not the one that is asked."""
     monkeypatch.setattr(
         process, "MEMORY_BYTES", 1 << 30
-    )  # time is to be the limit, however fast the core
+    )  # time is to be the limit on a fast core, too
     async with cluster_in_process(speller, prefill_pp=2, decode_pp=2) as client:
         hostile = [
             asyncio.create_task(

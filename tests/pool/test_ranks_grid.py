@@ -43,7 +43,7 @@ LENGTHS = (
     (90, 0.8),
     (33, 0.0),
     (64, 0.8),
-)  # of prompts, and the temperature of their answers
+)  # of prompts, and their sampling temperature
 
 
 def requests() -> list[Request]:

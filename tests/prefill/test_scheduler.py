@@ -130,8 +130,8 @@ def test_a_batch_is_packed_over_requests_on_the_grid() -> None:
 
 
 def test_only_running_prompts_have_started() -> None:
-    """Decode reserves for whatever has started: a prompt that no token of the batch is left for
-    stays in the queue."""
+    """Decode reserves for every started prompt: one without tokens in the batch stays in the
+    queue."""
     scheduler = make(max_running=8, max_queued=8)
     clients = [
         submit(scheduler, prompt)[1] for prompt in (3, 11, 11, 11)
@@ -223,8 +223,7 @@ def test_a_stream_of_short_prompts_leaves_a_long_one_its_share() -> None:
 def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(
     grid: int, chunk_tokens: int
 ) -> None:
-    """What makes the order free: a chunk's bits depend on where it is cut, and on nothing that is
-    beside it."""
+    """A chunk's bits depend on its borders and not on other rows, so any order is allowed."""
     scheduler = make(
         num_pages=10_000, chunk_tokens=chunk_tokens, grid=grid, max_running=8, max_queued=64
     )
@@ -264,7 +263,7 @@ class CountedEntries(dict[int, PrefillEntry]):
 
 
 def test_a_step_looks_at_each_waiting_prompt_a_few_times() -> None:
-    """Not at all of them once more for each that is short beside the one whose turn it is."""
+    """It does not scan all of them again for each short one."""
     scheduler, entries, count = (
         make(num_pages=5000, chunk_tokens=64, max_queued=1001),
         CountedEntries(),
@@ -292,8 +291,8 @@ def test_a_short_prompt_takes_no_memory_from_the_next_in_order() -> None:
 
 
 def test_a_released_prompt_runs_no_further_though_a_batch_is_on_its_way() -> None:
-    """With as many batches in flight as there are stages it would be computed to its end for
-    nobody."""
+    """With as many batches in flight as there are stages it would be computed to its end in
+    vain."""
     scheduler = make()
     key, _ = submit(scheduler, 40)
     batch = scheduler.next_batch()
@@ -448,8 +447,8 @@ def test_started_names_the_pages_in_order_and_the_slot() -> None:
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
-    """Aborted while queued, started, in a batch, between chunks, with its first token: nothing is
-    left behind."""
+    """Aborted while queued, started, in a batch, between chunks, with its first token: nothing
+    leaks."""
     scheduler = make(num_slots=2, max_running=2)
     key, _ = submit(scheduler, 10)
     batch: ForwardBatch | None = None

@@ -151,7 +151,7 @@ class Later:
 
 
 async def test_a_prompt_that_expires_in_the_queue_is_never_computed() -> None:
-    """The engine sees it, whatever else is late."""
+    """The engine checks the deadline, even if all other components are late."""
     async with sending_pool() as pools:
         stream = prefill_call(pools.service.Serve).open(opening(time_left_s=600.0))
         async with asyncio.timeout(60):

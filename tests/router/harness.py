@@ -283,7 +283,7 @@ async def running_router(
     workers fit."""
     async with AsyncExitStack() as stack:
         for worker in workers:
-            if start_workers:  # else they are somebody else's
+            if start_workers:  # else another caller owns them
                 await worker.start()
                 stack.push_async_callback(worker.die)
         registry = CollectorRegistry()

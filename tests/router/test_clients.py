@@ -185,8 +185,8 @@ async def test_priority_needs_a_setting() -> None:
 async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(
     tmp_path: Path,
 ) -> None:
-    """A pool for one request at a time: those that wait for it are served in turn, whatever their
-    deadlines are."""
+    """A pool for one request at a time: clients are served in turn, whatever the deadlines of their
+    requests."""
     (tmp_path / "tokens").write_text(TOKENS)
     fabric, journal = Fabric(), Journal()
     prefill, decode = (
@@ -297,7 +297,7 @@ async def test_clients_share_cached_prompts_only_if_a_setting_allows(
     tmp_path: Path,
     salts_by_client: bool,  # noqa: FBT001
 ) -> None:
-    """And whoever gives what another one's prompts are salted with gets no nearer to them."""
+    """A client that sends the salt of another client's prompts does not reach them either."""
     salts: list[str] = []
 
     async def note(request: types_pb2.EngineRequest) -> None:

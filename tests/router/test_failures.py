@@ -115,7 +115,7 @@ async def test_errors_for_clients_name_no_address(
     role: WorkerRole,
     is_there: bool,  # noqa: FBT001
 ) -> None:
-    """`failure` looks. Which worker it is stands in the cluster's status, and in the log."""
+    """`failure` checks it. The worker's address is in the cluster's status and in the log."""
     victim = workers.p0 if role is WorkerRole.PREFILL else workers.d0
     flow = replace(FLOW_LIMITS, peer_wait_s=0.2, migrations=0)
     async with running_router(workers.p0, workers.d0, flow=flow, admission=NO_GRACE) as router:
@@ -330,7 +330,7 @@ async def test_prefill_dies_while_all_pools_are_full(workers: Workers) -> None:
 
 async def test_prefill_dies_between_reservation_and_destination_terms(workers: Workers) -> None:
     """The destination terms for the dead worker arrive when its successor is already announced, and
-    must reach nobody."""
+    must be dropped."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         may_land = asyncio.Event()
         workers.d0.at(Point.RESERVE, lambda _: may_land.wait())
@@ -415,8 +415,8 @@ async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Worker
 async def test_a_pool_may_commit_during_the_search_for_another_prefill_worker(
     workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
 ) -> None:
-    """Nobody is needed any more: the search ends, and not the request with it, nor the pool for a
-    second offer."""
+    """No prefill worker is needed any more: the search ends without ending the request or sending
+    the pool a second offer."""
     monkeypatch.setattr(streams, "RETRY_PAUSE_S", 60.0)  # longer than the test looks
     prefill = (workers.p0,) if is_alone else (workers.p0, workers.p1)
 

@@ -131,7 +131,7 @@ async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
 
 
 async def test_a_request_that_cannot_finish_is_dropped_before_placement() -> None:
-    """The pool stops, so nobody's turn comes; 4 s is more than serving takes, and the queue is
+    """The pool stops, so no request is placed; 4 s is more than serving takes, and the queue is
     short."""
     prefill, decode = workers()
     async with running_router(prefill, decode) as router:

@@ -61,7 +61,8 @@ async def test_no_workers_is_unavailable_with_a_retry_delay() -> None:
 
 
 async def test_the_retry_delay_of_lost_workers_is_their_usual_start_time() -> None:
-    """The pool says that it took 20 s to start, and comes not back: nobody is held for it here."""
+    """The pool reports a start time of 20 s and does not return; requests are not queued for it
+    here."""
     prefill, decode = pair()
     decode.start_s = 20.0
     limits = replace(FLOW_LIMITS, peer_wait_s=0.3, migrations=0)
@@ -73,7 +74,7 @@ async def test_the_retry_delay_of_lost_workers_is_their_usual_start_time() -> No
 
 
 async def test_a_pool_that_stays_full_is_expected_after_a_service() -> None:
-    """The pool says that each answer took half a second, and each was as long as it may be."""
+    """The pool reports half a second per response, and each had the maximum length."""
     prefill, decode = pair()
     async with running_router(
         prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)

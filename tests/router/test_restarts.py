@@ -131,8 +131,7 @@ async def test_the_only_pool_restarts_while_its_request_queues() -> None:
 
 
 async def test_patience_with_a_lost_worker_is_as_long_as_its_start_was() -> None:
-    """Much longer than the setting says: who arrives meanwhile waits, and so does what it worked
-    on."""
+    """This is much longer than the setting: new requests wait, and so do those it was running."""
     fabric, journal = Fabric(), Journal()
     prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     pool.token_pause_s = 0.05

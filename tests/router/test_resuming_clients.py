@@ -73,7 +73,7 @@ async def ended(router: RouterHarness) -> None:
     host, _, port = router.address.rpartition(":")
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with suppress(OSError):  # somebody has it already
+    with suppress(OSError):  # it is in use already
         held.bind((host, int(port)))
     _HELD.append(held)
 

@@ -22,7 +22,7 @@ from tests.support.router.fake_workers import (
 )
 
 PROMPT = list(range(1, 41))
-FITS_SMALL, NEEDS_LARGE = 20, 60  # tokens to draw; the small pool holds 64
+FITS_SMALL, NEEDS_LARGE = 20, 60  # tokens to generate; the small pool holds 64
 
 
 class Cluster:

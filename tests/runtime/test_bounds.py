@@ -275,7 +275,7 @@ async def pinged(address: str, pause_s: float, count: int, *, ends_within_s: flo
 async def test_a_flood_of_pings_ends_the_connection_and_our_own_pace_does_not() -> None:
     server, address = await serve_echo(
         EchoGeneration(), keepalive_s=600.0
-    )  # nobody here answers the server's own
+    )  # this client does not answer the server's own
     flood, pace = await asyncio.gather(
         pinged(address, 0, 10_000, ends_within_s=60),
         pinged(address, 2 * MIN_PING_INTERVAL_S, MAX_PING_STRIKES + 5, ends_within_s=3),
@@ -299,7 +299,7 @@ async def test_the_second_door_takes_only_names(door: str) -> None:
 @pytest.fixture
 def door() -> Iterator[str]:
     with taken_port("127.0.0.1") as taken:
-        yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
+        yield f"127.0.0.1:{taken + 1}"  # unused while the one before it is held
 
 
 async def sent(address: str, path: bytes) -> None:
@@ -312,7 +312,7 @@ async def sent(address: str, path: bytes) -> None:
 async def test_a_path_that_is_no_text_stops_nothing(
     path: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """grpc.aio ends its serving loop for it, and nobody is told."""
+    """grpc.aio ends its serving loop for it without an error."""
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer)
     async with open_channel(address) as channel:

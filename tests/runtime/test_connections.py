@@ -95,7 +95,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(soft_limit: int)
 @pytest.fixture
 def door() -> Iterator[str]:
     with taken_port("127.0.0.1") as taken:
-        yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
+        yield f"127.0.0.1:{taken + 1}"  # unused while the one before it is held
 
 
 @asynccontextmanager
@@ -112,8 +112,7 @@ async def held(
 
 @pytest.mark.parametrize("greets", [False, True])
 async def test_many_connections_of_a_stranger_leave_the_port_open(*, greets: bool) -> None:
-    """Half a limit more than there may be is gRPC's own limit: without a look at who holds them it
-    is shut for all."""
+    """gRPC's own limit is half a limit above ours: without limits per peer it is closed to all."""
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer, max_connections=MAX_CONNECTIONS, keepalive_s=600.0)
     async with open_channel(address) as early:
@@ -176,7 +175,7 @@ async def test_clients_connections_leave_descriptors_for_workers(tmp_path: Path)
     settings = tmp_path / "baton.toml"
     settings.write_text(
         "[router]\nkeepalive_s = 600\n"
-    )  # else those that answer no ping make room for others
+    )  # else those without ping replies make room for others
     limited = (
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); "
         "runpy.run_module('router', run_name='__main__', alter_sys=True)"

@@ -355,7 +355,8 @@ def test_the_cpu_time_of_a_process_is_read_from_outside() -> None:
 async def test_a_text_that_takes_too_much_computing_fails_by_its_budget_alone(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a mask costs is the process's own time of computing, whatever else the machine does."""
+    """The cost of a mask is the process's own CPU time, independent of other load on the
+    machine."""
     monkeypatch.setattr(process, "BURST_CPU_S", 0.002)
     monkeypatch.setattr(process, "TOKEN_CPU_S", 0.0002)
     slow = slow_to_follow()

@@ -200,7 +200,7 @@ async def test_a_reachable_name_keeps_its_channel(names: NameServer) -> None:
 
 
 async def test_a_peer_that_shakes_hands_slowly_is_reached(names: NameServer) -> None:
-    """Each try to connect has seconds, whatever the pause between two: a busy peer answers none
+    """Each connection attempt has seconds, for any pause between two: a busy peer accepts none
     within 0.4 s."""
     server, address = await serve_echo(EchoGeneration())
     host, port = address.split(":")

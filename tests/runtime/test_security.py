@@ -198,7 +198,8 @@ async def test_an_operator_is_known_by_its_certificate(
 
 
 async def test_a_method_that_there_is_not_is_unimplemented(token_file: Path) -> None:
-    """For everybody: clients of reflection go on with another version of it when they read that."""
+    """This holds for all callers: clients of reflection fall back to another version of it on this
+    status."""
     async with (
         serving(ServerSecurity(tokens=TokenList(token_file))) as address,
         grpc.aio.insecure_channel(address) as channel,
@@ -254,7 +255,7 @@ async def test_health_and_reflection_ask_for_no_token(
 @pytest.fixture
 def door() -> Iterator[str]:
     with taken_port("127.0.0.1") as taken:
-        yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
+        yield f"127.0.0.1:{taken + 1}"  # unused while the one before it is held
 
 
 async def test_the_plain_port_serves_health_only(

@@ -126,7 +126,7 @@ def test_one_is_made_of_a_sentencepiece_model(tmp_path: Path) -> None:
 def test_the_package_that_reads_a_vocabulary_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, package: str
 ) -> None:
-    """transformers asks for tiktoken, whatever is missing."""
+    """transformers names tiktoken for any missing package."""
     (tmp_path / file).write_bytes(b"")
     monkeypatch.setattr(
         tokenizer_conversion, "find_spec", lambda name: None if name == package else object()

@@ -98,8 +98,8 @@ def test_rounds_by_is_the_inverse_of_after() -> None:
 def test_pages_that_run_out_set_the_youngest_back() -> None:
     """Eight pages of four tokens, rounds of a second. Two rows of 12 tokens hold three pages each;
     the second joins with the second round. After four seconds they have 16 and 15 tokens in eight
-    pages, and the first needs a ninth: the second is set back, comes back when the first has drawn
-    its last four tokens, and draws the five it lacks."""
+    pages, and the first needs a ninth: the second is preempted, resumes when the first has
+    generated its last four tokens, and generates the five it lacks."""
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, replay_s=0, num_pages=8, growth_tokens=0)
     pool, now_s = DecodePool(costs, 4, CLOCK), 0.0
     rows = [SimulatedRow(key, 12, 8) for key in (1, 2)]

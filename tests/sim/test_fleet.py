@@ -52,8 +52,8 @@ def one_machine(**costs: float) -> Costs:
 
 
 def test_workers_that_share_a_core_slow_each_other_down() -> None:
-    """A prompt comes at 1 s while an answer is drawn: for its 0.6 s of work both have half a core,
-    1.2 s, in which the answer gets 0.6 s of its own."""
+    """A prompt arrives at 1 s during another request's decode: for its 0.6 s of work both have half
+    a core, 1.2 s, in which the decode gets 0.6 s of its own."""
     load = [Planned(0.0, 500, 201), Planned(1.0, 500, 1)]
     alone, other = sorted(simulate(FLEET, load).outcomes, key=lambda each: each.arrived_s)
     slowed, late = sorted(
@@ -67,8 +67,8 @@ def test_workers_that_share_a_core_slow_each_other_down() -> None:
 
 
 def test_workers_keep_to_their_cores() -> None:
-    """Two of each role on two cores: two prompts and their answers at a time slow nobody down. On
-    one core, two prompts of 0.6 s take 1.2 s, then two answers of 0.4 s take 0.8 s."""
+    """Two of each role on two cores: two prompts and their outputs at a time slow no other down. On
+    one core, two prompts of 0.6 s take 1.2 s, then two outputs of 0.4 s take 0.8 s."""
     apart = replace(
         FLEET, num_prefill=2, num_decode=2, router=RouterOptions(policy=Policy.LEAST_LOAD)
     )
@@ -81,8 +81,8 @@ def test_workers_keep_to_their_cores() -> None:
 
 def test_router_and_client_take_of_the_cores_as_well() -> None:
     """0.2 s for a request, half of it before it reaches a worker. The other half, with the first
-    token, goes to that of two cores that draws nothing: the answer of 20 tokens takes 0.4 s. On one
-    core they take turns, until the 0.1 s are over after 0.2: the answer takes 0.5 s."""
+    token, goes to the one of two cores that is idle: the output of 20 tokens takes 0.4 s. On one
+    core they take turns, until the 0.1 s are over after 0.2: the output takes 0.5 s."""
     for cores, draws_s in ((2, 0.4), (1, 0.5)):
         (outcome,) = simulate(
             replace(FLEET, costs=one_machine(cores=cores, request_s=0.2)), [Planned(0.0, 500, 21)]
@@ -118,9 +118,9 @@ def with_requests() -> Costs:
 
 
 def test_a_request_costs_its_workers_more_than_its_tokens() -> None:
-    """0.05 s before its prompt, of a chunk of 0.6 s; a third of 0.03 s before its answer of ten
-    more tokens, which take 0.2 s. Another's answer waits for two such thirds, and a third of 0.15 s
-    for the prompt's 500 tokens."""
+    """0.05 s before its prompt, of a chunk of 0.6 s; a third of 0.03 s before its output of ten
+    more tokens, which take 0.2 s. Another request's output waits for two such thirds, and a third
+    of 0.15 s for the prompt's 500 tokens."""
     costs = with_requests()
     (outcome,) = simulate(replace(FLEET, costs=costs), [Planned(0.0, 500, 11)]).outcomes
     assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + 0.65)
@@ -251,7 +251,7 @@ def test_a_fault_must_name_an_existing_worker() -> None:
 
 
 def test_a_long_end_takes_no_more_samples() -> None:
-    """All requests come at once, and are answered for 8 s."""
+    """All requests come at once, and are served for 8 s."""
     run = simulate(FLEET, [Planned(0.0, 500, 400)])
     assert NUM_SAMPLES <= len(run.samples) <= 2 * NUM_SAMPLES
     assert run.duration_s - run.samples[-1].at_s < 0.1

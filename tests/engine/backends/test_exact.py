@@ -108,7 +108,7 @@ def test_any_company(
     place: int,
     table_width: int,
 ) -> None:
-    """Prefill and decode beside other rows, at any place in the batch, under a page table of any
+    """Prefill and decode with other rows, at any place in the batch, under a page table of any
     width."""
     geometry = geometry_of(num_heads, page_size)
     backend = backend_of(geometry, dtype)
@@ -164,7 +164,8 @@ def test_a_chain_is_verified_with_the_bits_of_plain_decoding(
 def test_a_node_of_a_tree_is_verified_with_the_bits_of_its_path_read(
     dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], context: int, parents: list[int]
 ) -> None:
-    """Every node, beside another tree; what its path says is what a prompt of those tokens says."""
+    """Every node, together with another tree: its path gives the same bits as a prompt of those
+    tokens."""
     geometry = geometry_of(num_heads, page_size)
     parents = [min(parent, node - 1) for node, parent in enumerate(parents)]
     visible = torch.eye(len(parents), dtype=torch.bool)

@@ -171,7 +171,7 @@ def test_there_is_room_for_partial_results(num_kv_heads: int, head_dim: int) -> 
 
 
 def test_exact_forwards_are_not_captured() -> None:
-    """Their plans leave the surplus blocks of a captured kernel with whatever the memory holds."""
+    """Their plans leave arbitrary memory in the surplus blocks of a captured kernel."""
     backend = FlashInferAttention(
         kv_pools={LAYER: poisoned_pool(9, GEOMETRY)},
         geometry=GEOMETRY,

@@ -71,8 +71,6 @@ def test_a_device_without_an_index_is_the_first(made_current: list[int]) -> None
 
 def test_copies_enter_it_too(made_current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(
-        ConfigError, match="cannot be used for handoffs"
-    ):  # there is no driver behind it
+    with pytest.raises(ConfigError, match="cannot be used for handoffs"):  # there is no driver
         CudaCopies(torch.device("cuda")).enter_thread()
     assert made_current == [0]

@@ -252,7 +252,7 @@ def test_trees_of_one_size_are_replayed_with_any_branches(config: dict[str, obje
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
 def test_whole_chunks_of_prompts_are_replayed(config: dict[str, object], dtype: str) -> None:
-    """From any position, with others in between; behind some a token is drawn."""
+    """From any position, with others in between; after some a token is sampled."""
     twins = Twins(config, dtype, cuts=(2,), capture_layers=frozenset({1, 3}))
     for row, lengths in enumerate([(9, 9, 9, 9), (5, 9, 9), (9, 16, 9), (9, 9, 3, 9)]):
         for place, count in enumerate(lengths):

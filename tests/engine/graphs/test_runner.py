@@ -152,7 +152,7 @@ def test_s1_3_a_batch_planned_for_a_graph_is_not_run_eagerly() -> None:
 
 
 def test_a_forward_that_plans_or_reads_values_is_not_captured() -> None:
-    """The stand-in fails where a real capture would, or would have gone wrong without a word."""
+    """The fake fails if a real capture would fail, or would silently be wrong."""
     planner, values = (
         FlashInferAttention(
             kv_pools={}, geometry=GEOMETRY, wrappers=FakeWrappers(), device=CPU, write_kv=write_kv

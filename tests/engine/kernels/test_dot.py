@@ -105,7 +105,7 @@ def all_of(function: Callable[[np.float32], np.float32], x: Numbers) -> Numbers:
     compiled(x, y)
     again = np.empty_like(y[5:70])
     compiled(x[5:70].copy(), again)
-    assert np.array_equal(again, y[5:70], equal_nan=True)  # wherever it stands
+    assert np.array_equal(again, y[5:70], equal_nan=True)  # at any position
     return y
 
 

@@ -141,8 +141,8 @@ def test_rows_and_residuals_may_be_parts_of_wider_ones(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("num_terms", "num_columns"), [(63, 40), (64, 33)])
 def test_only_the_operands_are_read(dtype: torch.dtype, num_terms: int, num_columns: int) -> None:
-    """NaN stands before and behind every row of x and of the weight, and all over where the result
-    goes."""
+    """Every row of x and of the weight has NaN before and after it, and the result's memory is all
+    NaN."""
 
     def among_nans(inside: Tensor) -> Tensor:
         wider = torch.full((len(inside) + 2, inside.shape[1] + 6), float("nan"), dtype=dtype)
@@ -189,8 +189,8 @@ def test_a_matrix_for_each_head(
     ("first", "is_copied"), [(0, False), (1, True), (16, False), (63, False), (65, True)]
 )
 def test_strided_rows_have_the_bits_of_a_copy(first: int, is_copied: bool) -> None:  # noqa: FBT001
-    """100 of 112 rows. Those behind a slice's last, up to a multiple of 16, are read with it: where
-    the memory ends before them it is copied."""
+    """100 of 112 rows. Rows after a slice's last, up to a multiple of 16, are read with it: if the
+    memory ends before them it is copied."""
     weight, rows = (
         packed(draw(40, 256, dtype=torch.bfloat16)),
         draw(100, 256, dtype=torch.bfloat16, seed=1),

@@ -184,8 +184,8 @@ def test_it_computes_the_definition_from_written_keys_alone(
 def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
     dtype: torch.dtype, page_size: int, share: int, head_dim: int, window: int
 ) -> None:
-    """300 tokens behind a context of 4,700, in tiles of many, few and one; and some of them as
-    drawn ones."""
+    """300 tokens after a context of 4,700, in tiles of many, few and one; and some of them
+    decoded."""
     num_keys, context = 5000, 4700
     plan = rows_of([context], [num_keys - context], page_size, tile=48, window=window)
     pages = torch.full(
@@ -216,8 +216,8 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
 def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(
     dtype: torch.dtype, share: int
 ) -> None:
-    """16 keys of a path on one page, of which only the first and the last lie where they would lie
-    in order."""
+    """16 keys of a path on one page, of which only the first and the last are at their place in
+    order."""
     num_keys, offsets = 80, [0, *range(14, 0, -1), 15]
     in_order = rows_of([num_keys - 1], [1], 64)
     pages = torch.full((3, 2, 1, 64, 64), float("nan"), dtype=dtype)
@@ -278,7 +278,7 @@ def test_few_rows_have_the_bits_of_packed_keys(
     window: int | None,
     num_threads: int,
 ) -> None:
-    """No window stands for keys by paths."""
+    """No window marks keys by paths."""
     plan = rows_of(
         contexts, [count] * len(contexts), page_size, window=NO_WINDOW if window is None else window
     )

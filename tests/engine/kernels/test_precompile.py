@@ -227,7 +227,7 @@ def test_without_a_cache_folder_one_warning_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And no process compiles beside this one what it could not hand over."""
+    """No helper process compiles, since it could not pass its result on."""
     monkeypatch.setattr(
         FunctionCache._impl_class, "_locator_classes", []
     )  # numba's places for files: none

@@ -281,7 +281,7 @@ def test_a_batch_that_cannot_be_planned_fails_and_the_next_one_runs(
 
 
 def test_a_device_plans_after_the_running_batch() -> None:
-    """What it planned lies in buffers that the running batch reads."""
+    """Its plan is in buffers that the running batch reads."""
     stage, attention, _ = executor()
     stage._device = torch.device("cuda")
     stage.plan_ahead(step((0, 3)))

@@ -142,7 +142,7 @@ def prompts() -> list[Request]:
 def test_s3_2_a_running_pool_pads_rows_that_data_ranks_gather(
     monkeypatch: pytest.MonkeyPatch, tp: int, dp: int
 ) -> None:
-    """All ranks of one data rank have all rows behind attention: there nothing is gathered, and so
+    """All ranks of one data rank have all rows after attention: nothing is gathered there, and
     nothing padded."""
     steps, gathered = list[RankBatches](), list[tuple[int, ...]]()
     gather_rows = StageRanks.gather_rows

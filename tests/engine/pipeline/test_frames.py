@@ -263,7 +263,7 @@ def test_count_or_sign_of_a_malformed_record_is_refused(field: str, value: objec
 
 @given(data=st.binary(max_size=4), at=st.integers(0, 300))
 def test_damaged_batch_is_refused_or_read(data: bytes, at: int) -> None:
-    """Whatever bytes arrive, nothing but InternalError leaves `unpack_batch`."""
+    """`unpack_batch` raises only InternalError for any bytes."""
     packet = batch_packet()
     record = bytes(packet.record)
     with suppress(InternalError):

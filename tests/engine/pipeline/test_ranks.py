@@ -163,7 +163,7 @@ def test_a_failing_rank_fails_the_batch_on_all_and_the_next_one_runs(
 def test_ranks_can_fail_together_in_consecutive_batches(
     ranks_of: GroupMaker,
 ) -> None:
-    """What nobody reads of a batch that failed does not stand in the way of the next ones."""
+    """Unread messages of a failed batch do not block the next ones."""
     group = ranks_of(4)
     for sequence in range(1, 8):
 

@@ -227,8 +227,7 @@ def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> No
 def test_an_end_that_was_only_drafted_changes_nothing(
     grammars: Grammars, grammar: str, known: str, drafted: str
 ) -> None:
-    """Behind a grammar that is complete nothing but the end may stand, so drafts that are any good
-    have it."""
+    """After a complete grammar only the end is allowed, so good drafts contain it."""
     tokens = [EOS if token == ord("$") else token for token in spelled(drafted)]
     text = grammars.open(regex(grammar))
     for count in range(len(known), -1, -1):
@@ -250,7 +249,7 @@ def test_rows_without_a_grammar_are_sampled_as_before(grammars: Grammars) -> Non
 
 
 def test_tokens_after_the_end_are_ignored(grammars: Grammars) -> None:
-    """A draft may go on behind an end that was drawn in the same step."""
+    """A draft may continue after an end that was sampled in the same step."""
     ended = replace(
         row(regex("q"), 0),
         output=OutputRow(0, 0, (ord("q"), EOS), OutputOpening(grammar=regex("q"))),

@@ -510,7 +510,7 @@ def test_s1_11_a_site_that_is_taken_out_is_missed(
     owner, _, name = site.function.rpartition(".")
     original = inspect.unwrap(getattr(getattr(module, owner) if owner else module, name))
     mutant = cast(FunctionType, inspect.unwrap(mutated(module, site)))
-    monkeypatch.setattr(original, "__code__", mutant.__code__)  # for whoever imported it, too
+    monkeypatch.setattr(original, "__code__", mutant.__code__)  # for modules that imported it, too
     with pytest.raises(BaseException):  # noqa: B017, PT011 - pytest's own failures are no Exceptions
         CHECKS[site.path]()
 

@@ -204,7 +204,7 @@ async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more(
         sources[0].send(terms, destination)
         await rig.until(lambda: len(rig.transport._delayed) > 0)
         rig.network.fault = None
-        rig.leader.links[0].dismiss()  # it gives page 5 to somebody else
+        rig.leader.links[0].dismiss()  # it gives page 5 to another request
         await rig.leader.until("lost 1")
         await asyncio.sleep(3 * follower_module.REJOIN_MIN_S)
         assert "formed 2" not in rig.leader.log, "a late write could land in another request's page"

@@ -316,7 +316,7 @@ async def test_an_unhealthy_pool_rejects_its_requests_and_joining_stages() -> No
         stage.die()
         await rig.until_said("stage 1 of the pool died")
         successor = FakeStage(stub)
-        await successor.hello(1)  # a pool that forms anew used to serve again
+        await successor.hello(1)  # a pool that forms again used to serve again
         await successor.forms()
         await rig.until_warm_again(warmed)
         assert not rig.leader.serving

@@ -104,9 +104,7 @@ def test_a_sent_record_may_be_reused_at_once(channels: list[PoolChannel]) -> Non
 
 def test_sending_does_not_wait_for_the_receiver(channels: list[PoolChannel]) -> None:
     for _ in range(4):
-        send(
-            channels[0], 1, bytes(300_000)
-        )  # nobody receives meanwhile: waiting would run into the deadline
+        send(channels[0], 1, bytes(300_000))  # no receiver runs meanwhile: waiting would time out
     assert [received(channels[1], 0) for _ in range(4)] == [bytes(300_000)] * 4
 
 

@@ -256,7 +256,7 @@ async def test_an_end_that_crosses_its_router_giving_up_is_not_waited_for() -> N
             yield await inputs.get()
 
     batches = call.events(messages())
-    reading = asyncio.ensure_future(anext(batches))  # and nobody reads a second message
+    reading = asyncio.ensure_future(anext(batches))  # and a second message is not read
     inputs.put_nowait([with_key(1, opening("a")), with_key(2, opening("b"))])
     await until(lambda: len(pool.began) == 2)
     pool.end("a")

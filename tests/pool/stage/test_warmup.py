@@ -100,7 +100,7 @@ async def test_a_warm_up_that_times_out_or_is_cancelled_leaks_nothing(
     loop.post(lambda: loop.detach(PeerLostError("the pool broke")))
     await until_nothing_is_held(loop, scheduler)
     cancelled = asyncio.create_task(warm_up(loop, scheduler))
-    await asyncio.sleep(0)  # it has asked, and will never see the answer
+    await asyncio.sleep(0)  # it has submitted, and will never see the result
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled

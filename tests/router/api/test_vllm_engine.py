@@ -155,7 +155,7 @@ SPELLED = {
     [
         ([1, 2, 3, 6], [[1], [2, 3], [6]]),  # inside a character, though a space before it is whole
         ([1, 4, 6], [[1], [4, 6]]),  # without text of its own
-        ([1, 5, 6], [[1], [5, 6]]),  # gateways wait behind what may be a character's beginning
+        ([1, 5, 6], [[1], [5, 6]]),  # gateways wait after a possible start of a character
         ([1, 2], [[1], [2]]),  # the end of the stream
         ([4, 4], [[4, 4]]),
     ],

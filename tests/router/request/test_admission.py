@@ -72,7 +72,7 @@ async def answered(router: RouterHarness, prompt: list[int], timeout_s: float = 
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_before_prefill() -> None:
-    """The fakes say that a prompt took as long as they are told."""
+    """The fakes report the given prompt time."""
     prefill, decode = workers()
     prefill.prefill_s = 60.0
     async with running_router(prefill, decode) as router:
@@ -119,7 +119,7 @@ async def test_cached_prompt_tokens_take_no_estimated_time() -> None:
 
 
 async def test_waiting_requests_count_with_their_uncached_tokens() -> None:
-    """68 of each prompt, and the two that its client has of the answer."""
+    """68 of each prompt, and the two output tokens that its client already has."""
     prefill, decode = workers()
     decode.max_running = 1
     request, tokens = token_request(PROMPT), expected_tokens(PROMPT, 4)

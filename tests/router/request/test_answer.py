@@ -101,8 +101,8 @@ async def test_a_client_that_keeps_up_gets_a_message_for_each_chunk_in_order() -
 
 
 async def test_tokens_that_come_while_others_are_unread_join_them() -> None:
-    """Each choice by itself; text without tokens, which comes right before a finish, stays by
-    itself, too."""
+    """Each choice separately; text without tokens, which comes right before a finish, stays
+    separate, too."""
     responses = ResponseQueue(stall_limit_s=5)
     text = generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(text="rest"))
     for i in range(3):
@@ -156,8 +156,8 @@ async def test_a_worker_waits_for_an_unread_queue_up_to_the_stall_limit() -> Non
 
 
 async def test_waits_for_a_client_that_reads_a_little_are_one_wait() -> None:
-    """It reads a message well within the limit each time: what waits for it holds a worker's memory
-    all the same."""
+    """The client reads each message well within the limit, but the waiting ones hold a worker's
+    memory."""
     responses, num_read = ResponseQueue(stall_limit_s=1.0), 0
     scores = generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(text="scores"))
     for _ in range(MAX_UNREAD):

@@ -34,7 +34,7 @@ def test_output_lengths_are_estimated_per_client() -> None:
 
 
 def test_the_overall_average_counts_for_clients_with_few_requests() -> None:
-    """Half of the limit is between what the others show; it counts for two answers."""
+    """Half of the limit is between the averages of the others; it counts as two responses."""
     clock = ManualClock()
     habits = ClientHabits(clock)
     for client, share in (("a", 10), ("b", 50)):

@@ -133,7 +133,7 @@ async def test_text_and_a_stop_string_cross_the_border() -> None:
         whole = await router.ask(request)
         request.stop.stop_strings.append(
             whole.text[4:7]
-        )  # begins before the move and ends behind it
+        )  # begins before the move and ends after it
         undisturbed = await router.ask(request)
         assert undisturbed.text == whole.text[:4]
         leaves = gives_up_at_token(5, DrainingError("leaving"))
@@ -192,7 +192,7 @@ async def test_pools_that_drain_do_not_count_as_losses() -> None:
 
 
 async def test_a_request_keeps_its_weights() -> None:
-    """A pool of another revision is no substitute, however idle."""
+    """A pool of another revision is no substitute, even if idle."""
     fabric, journal = Fabric(), Journal()
     old = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     new = (

@@ -125,8 +125,8 @@ async def test_a_resumed_output_equals_the_uninterrupted_one(stops: str) -> None
 async def test_the_first_space_is_dropped_only_after_a_prompt_without_text(
     prompt: list[int], texts: list[str]
 ) -> None:
-    """However much of the answer came before, and stop strings see the space. The fakes answer 0,
-    1, 2; ids above 265 are none of the tokenizer's."""
+    """Earlier output makes no difference, and stop strings see the space. The fakes return 0, 1, 2;
+    ids above 265 are not in the tokenizer."""
     model = replace(served_model(), text_tokenizer=TextTokenizer(sentencepiece_like(LLAMA_2), None))
     async with running_router(*pair(), model=model) as router:
         request = token_request(prompt, max_tokens=3)

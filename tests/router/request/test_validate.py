@@ -389,8 +389,7 @@ async def test_clients_see_the_sampling_defaults() -> None:
 async def test_a_token_beyond_the_vocabulary_is_refused_in_the_clients_terms(
     change: Change, field: str
 ) -> None:
-    """As the token of an image is, in a model of text alone whose tokenizer has it: beyond the
-    vocabulary."""
+    """An example is the image token of a text-only model whose tokenizer has it."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<image>")])
     beyond = tokenizer.token_to_id("<image>")

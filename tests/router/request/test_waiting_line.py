@@ -85,8 +85,8 @@ class Line:
 
 
 def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
-    """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that
-    is."""
+    """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while the error of estimates is
+    unknown."""
     assert RATES.service_s(WORK) == pytest.approx(2.0)
     line = Line()
     assert line.service_model.cautious_s(RATES, "", WORK) == pytest.approx(2.0 * START_CAUTION)
@@ -169,7 +169,8 @@ def test_the_hard_limit_holds_for_short_waits_too() -> None:
 
 
 def test_nothing_is_refused_on_a_guess() -> None:
-    """Nothing was measured; or a pair of pools has nothing to do, whatever was measured before."""
+    """Either nothing was measured, or a pair of pools is idle, which overrides earlier
+    measurements."""
     line = Line()
     assert isinstance(line.enter("unmeasured", 1e-3, rates=Rates(is_idle=False)), Waiter)
     line = Line()
@@ -251,7 +252,7 @@ def test_no_request_overtakes_one_that_cannot_wait_longer() -> None:
 
 
 def test_overtaking_is_bounded() -> None:
-    """However many come whose prompts are there."""
+    """This holds for any number of requests with cached prompts."""
     line = Line(max_waiting=2)
     line.enter("patient")
     for turn in range(LOOK_AHEAD + 1):
@@ -446,8 +447,8 @@ def test_the_retry_delay_is_bounded() -> None:
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=60))
 def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None:
-    """However many come in a hurry, one is placed per second and "patient" goes within the limit of
-    waiting."""
+    """Despite any number of urgent requests, one is placed per second and "patient" is placed
+    within the wait limit."""
     line = Line(max_wait_s=20.0, max_waiting=1000)
     line.enter("patient", rates=Rates())
     began = line.clock.now()

@@ -90,8 +90,7 @@ CARRYING = {name: carried(tokenizer) for name, tokenizer in KINDS.items()}
 @given(texts)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_text_round_trips(kind: str, text: str) -> None:
-    """But for the bar of SentencePiece, which its tokenizers read as the space that it stands
-    for."""
+    """The exception is SentencePiece's bar, which its tokenizers read as a space."""
     expected = text if kind == "Qwen" else text.replace("▁", " ")
     found = TextCarrier(KINDS[kind]).text_of(
         CARRYING[kind].encode(text, add_special_tokens=False).ids
@@ -111,7 +110,7 @@ def test_ids_of_the_models_own_tokenizer_carry_nothing(kind: str, token_ids: lis
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_decoded_as_after_a_prompt(kind: str) -> None:
-    """A first space is part of an answer."""
+    """A first space is part of an output."""
     tokenizer, carrying = KINDS[kind], CARRYING[kind]
     for text in (" the red mill", " Größe", "\n<tool>"):
         whole, before = (

@@ -63,7 +63,7 @@ def test_a_stream_equals_decoding_at_once_after_any_prompt() -> None:
             before, whole = at_once(tokenizer, token_ids[:cut]), at_once(tokenizer, token_ids)
             detokenizer = detokenizers.new(token_ids[:cut])
             text = "".join(map(detokenizer.add, token_ids[cut:])) + detokenizer.finish()
-            if not before.endswith("\ufffd"):  # else it may be the answer's to end the character
+            if not before.endswith("\ufffd"):  # else the output may end the character
                 assert before + text == whole, (name, token_ids, cut)
 
 

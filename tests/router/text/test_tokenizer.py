@@ -176,7 +176,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str) -> None
 def test_numbers_that_no_model_has_are_refused(
     tmp_path: Path, name: str, most: int, excess: int
 ) -> None:
-    """A router said that it was ready, and answered nothing: no message carries such a context."""
+    """A router reported ready but served nothing: no message carries such a context."""
     path = write_model_dir(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: most + excess}))
     with pytest.raises(

@@ -202,8 +202,8 @@ async def test_the_start_cost_of_a_worker_is_independent_of_fleet_size() -> None
 
 
 async def test_the_cost_of_estimates_is_independent_of_fleet_size() -> None:
-    """They are made several times for every request. In a fleet of workers that are alike some
-    stand for all."""
+    """They are made several times for every request. In a fleet of equal workers some represent
+    all."""
     clock = ManualClock()
 
     def fleet(num_decode: int) -> tuple[Sequence[Worker], Sequence[Worker]]:
@@ -384,7 +384,7 @@ async def test_a_worker_with_another_wire_version_is_unusable(
 async def test_a_worker_with_other_end_tokens_is_refused(
     theirs: tuple[int, ...], ours: tuple[int, ...], *, accepted: bool
 ) -> None:
-    """Of two routers before the same workers, one would let answers run on."""
+    """Otherwise one of two routers with the same workers would let outputs run on."""
     known = Known()
     facts = replace(FACTS, eos_token_ids=ours)
     known.prefill.introduced(worker_info(WorkerRole.PREFILL, eos_token_ids=theirs), facts)
@@ -567,7 +567,7 @@ async def test_a_prompt_goes_to_its_cached_prefix_and_the_rest_counts_as_load() 
 async def test_the_pool_with_the_cached_prompt_wins_between_equal_loads(
     source: str, pool: str, kept_as: str, num_cached: int
 ) -> None:
-    """As it would have landed: with the draft only where both have it."""
+    """The cache counts as it was received: with the draft only if both have it."""
     directory = Directory(
         DirectoryOptions(("h:1",), ("h:2", "h:3")),
         FACTS,

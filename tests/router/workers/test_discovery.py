@@ -256,7 +256,7 @@ async def test_an_expired_version_is_listed_again_without_losing_workers(tmp_pat
         await seen.until("10.0.0.1:7000")
         api.slices["a"] = endpoint_slice(
             "a", "prefill", ("10.0.0.2", READY)
-        )  # changed while nobody watched
+        )  # changed without a watch
         api.forget_history()
         await seen.until("10.0.0.2:7000")
         api.put(endpoint_slice("b", "prefill", ("10.0.0.3", READY)))

@@ -203,7 +203,7 @@ def test_newer_measurements_weigh_more() -> None:
 
 
 def test_one_token_of_a_new_pool_gives_no_estimate() -> None:
-    """It took 0.7 s; an answer of 175 tokens seemed to take two minutes, and was refused for its
+    """It took 0.7 s; an output of 175 tokens was estimated at two minutes and refused for its
     deadline."""
     pace = DecodePace(ManualClock())
     pace.observe(1, 1, 0.7)

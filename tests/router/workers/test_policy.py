@@ -115,7 +115,7 @@ def test_a_pair_is_weighed_by_the_load_of_both_workers(
     ahead: int, full: float, chosen: str
 ) -> None:
     """The first source feeds a pool that is so full, the second, with so many tokens ahead, an
-    empty one. A token takes 0.1 ms, an answer 5 s: 4 s ahead are less than 90 % of that, 5 s are
+    empty one. A token takes 0.1 ms, an output 5 s: 4 s ahead are less than 90 % of that, 5 s are
     more."""
     groups = [
         LinkedWorkers(
@@ -143,7 +143,7 @@ def test_of_workers_that_all_fit_a_pair_is_the_best_of_either_role(
 
 @pytest.mark.parametrize(("waited_s", "chosen"), [(0.0, 1), (0.1, 1), (0.4, 0)])
 def test_bytes_to_transfer_weigh_like_the_load_of_the_pool(waited_s: float, chosen: int) -> None:
-    """1,000 tokens came so long after their first token, answers take 2 s. The first pool has all
+    """1,000 tokens came so long after their first token, outputs take 2 s. The first pool has all
     of the prompt and is fuller by a tenth of its time, 0.2 s, which is more than 0.1 s and less
     than 0.4 s."""
     pace = AnswerPace(ManualClock(0.0))
@@ -159,7 +159,7 @@ def test_bytes_to_transfer_weigh_like_the_load_of_the_pool(waited_s: float, chos
 
 
 def test_waits_for_bytes_are_forgotten() -> None:
-    """A pool that is avoided has no landings by which it could show that its link is mended."""
+    """A pool that is avoided gets no handoffs that could show that its link is repaired."""
     clock = ManualClock(0.0)
     pace = AnswerPace(clock)
     pace.answered(2.0)

@@ -135,8 +135,8 @@ async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> Non
 
 
 async def test_a_short_prompt_has_room_despite_long_ones() -> None:
-    """Short prompts get one token in four, however many long ones there are: what is ahead are
-    other short ones."""
+    """Short prompts get one token in four for any number of long ones: only other short ones are
+    ahead."""
     clock = ManualClock()
     worker = await a_worker(WorkerRole.PREFILL, clock=clock)
     worker.introduced(worker_info(WorkerRole.PREFILL, max_queued_requests=100), FACTS)
@@ -180,9 +180,7 @@ async def test_reports_count_own_prompt_chunks_and_not_those_of_other_routers() 
         1 + kept + kept**2
     ) * kept**2  # of three seconds with a hundred tokens each, two seconds ago
     assert worker.prefill_pace.tokens_per_s == pytest.approx((before * 100 + 100) / (before + 2))
-    worker.introduced(
-        worker_info(WorkerRole.PREFILL), FACTS
-    )  # the stream of its reports begins anew
+    worker.introduced(worker_info(WorkerRole.PREFILL), FACTS)  # the stream of its reports restarts
     reports(9_000, 0)
     assert worker.prefill_pace.tokens_under_way == 100
 

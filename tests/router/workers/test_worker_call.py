@@ -280,7 +280,7 @@ async def test_an_error_of_the_call_reaches_each_of_its_requests(
 
 @pytest.mark.parametrize("how", ["ok", "aborted", "invalid", "bug", "dies"])
 async def test_a_call_that_ends_otherwise_has_lost_its_requests(how: str) -> None:
-    """Whatever was wrong with the call, no client has asked for it."""
+    """Any error of the call is internal: no client caused it."""
     async with scripted() as (worker, server, channel):
         call, receiver = Call(DECODE_CALL, channel), Receiver()
         call.open(receiver, opening())

@@ -84,7 +84,7 @@ async def test_incompatible_workers_are_refused_with_both_texts() -> None:
 async def test_a_router_logs_that_its_workers_are_unusable(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said that it had found them, and no more, however long it waited."""
+    """It used to log only that it had found them, for any length of wait."""
     monkeypatch.setattr("router.api.readiness.NOTICE_S", 0.02)
     prefill, decode = pair()
     decode.compatibility = "other"

@@ -244,7 +244,7 @@ class TreeContract(ABC):
             self._check(prompt, own.bool())
 
     def test_trees_of_one_size_after_prefixes_of_different_length(self) -> None:
-        tree = (-1,) * 4  # nobody's ancestors: four guesses at the same token
+        tree = (-1,) * 4  # no node's ancestors: four guesses at the same token
         prompts = [
             make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)
         ]

@@ -90,7 +90,7 @@ class _Paged:
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
         out = torch.full_like(q, float("nan"))
-        with _disable_current_modes():  # what a kernel does is nobody's to see
+        with _disable_current_modes():  # work of a kernel is not recorded
             self._attend(q, paged_kv_cache, out)
         return out
 
@@ -116,7 +116,7 @@ class _Paged:
                 entries = cache[pages].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
                 keys, values = entries.repeat_interleave(share, 1)
                 visible = self._visible(row, stop - first, length)
-                # Values that nobody sees are not read at all.
+                # Values that no token attends to are not read.
                 scores = (
                     q[first:stop].double().transpose(0, 1) @ keys.transpose(1, 2) * frozen.scale
                 ).masked_fill(~visible, float("-inf"))

@@ -75,7 +75,7 @@ QWEN3_5_9B: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
-_BLOCK = 1 << 22  # numbers that are drawn once and written again and again
+_BLOCK = 1 << 22  # random numbers, generated once and written repeatedly
 
 
 def write_published(

@@ -71,7 +71,7 @@ def enter(name: str) -> None:
     _checked(libc.setns(handle, _CLONE_NEWNET), "setns")
     os.close(handle)
     _checked(libc.unshare(_CLONE_NEWNS), "unshare")
-    libc.umount2(b"/sys", _MNT_DETACH)  # where it may not, the new one lies on top
+    libc.umount2(b"/sys", _MNT_DETACH)  # if not allowed, the new one is mounted on top
     _checked(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None), "mount /sys")
 
 

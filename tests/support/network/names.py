@@ -18,7 +18,7 @@ from tests.support.network.hosts import is_private, rerun_private
 
 NAME_SERVER = ("127.0.0.53", 53)
 A, AAAA = 1, 28
-_FLAGS, _NO_SUCH_NAME = 0x8180, 3  # an answer, recursion available; RFC 1035, 4.1.1
+_FLAGS, _NO_SUCH_NAME = 0x8180, 3  # a response, recursion available; RFC 1035, 4.1.1
 _POINTER_TO_QUESTION = b"\xc0\x0c"
 
 
@@ -27,7 +27,7 @@ class NameServer:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.answers: dict[str, list[str] | None] = {}
-        self.garbage = b""  # sent in place of answers, where there is any
+        self.garbage = b""  # sent in place of responses, if set
         self.num_asked = 0
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((host, port))

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 _LOW, _HIGH = (
     23000,
     24000,
-)  # below those the kernel hands out, which anybody may be given at any moment
+)  # below those the kernel assigns to any process at any time
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Point(StrEnum):
     COMMIT = "commit"  # decode is about to commit
     TOKEN = "token"  # decode is about to send a token
     FINISH = "finish"  # decode is about to finish
-    RELEASED = "released"  # prefill freed its pages because it was told so
+    RELEASED = "released"  # prefill freed its pages after a release
 
 
 class Fabric:
@@ -186,7 +186,7 @@ class FakeWorker(CachelessWorker):
             while self._server is None:
                 try:
                     await self._listen()
-                except ConfigError:  # somebody was given its port meanwhile, for a connection
+                except ConfigError:  # the kernel assigned its port to a connection meanwhile
                     await asyncio.sleep(0.1)
 
     async def _listen(self) -> None:
@@ -497,7 +497,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if not inputs.empty():
                 message = inputs.get_nowait()
                 if message.HasField("new_source"):
-                    continue  # overtaken: it lands for the newer source only
+                    continue  # overtaken: only the newer source's handoff completes
                 first_token = message.first_token.token_ids[0]
             event_sender.destination(
                 transfer_pb2.DestinationTerms(session_id=session_id, epoch=epoch)

@@ -209,7 +209,7 @@ def test_one_flipped_bit_is_caught_and_named(stages: Stages) -> None:
 def test_a_layer_is_sent_after_its_event_while_the_next_chunk_computes(
     stages: Stages,
 ) -> None:
-    """Overlap, seen from both ends: bytes of the first chunk have landed before the last chunk's
+    """Overlap, seen from both ends: bytes of the first chunk have arrived before the last chunk's
     events pass."""
     source, dest = stages("prefill"), stages("decode")
     source.randomize(5)

@@ -107,7 +107,7 @@ def test_drafts_of_other_widths_are_named_by_the_setting_they_come_from() -> Non
 def test_a_pool_of_tensor_parallel_shards_is_refused_s4_8(
     kind: CacheKind, shard: tuple[int, ...]
 ) -> None:
-    """No pool cuts heads or channels between processes yet; one that did would be told so, and
+    """No pool splits heads or channels between processes yet; one that did would be refused, and
     nothing re-sliced."""
     sharded = tuple(
         replace(spec, record_shape=shard) if spec.kind is kind else spec for spec in SPECS

@@ -87,7 +87,7 @@ def test_a_port_that_remembers_its_connections_is_taken() -> None:
         socket.create_connection(server.getsockname()) as client,
     ):
         port: int = server.getsockname()[1]
-        server.accept()[0].close()  # who closes first remembers
+        server.accept()[0].close()  # the side that closes first keeps TIME_WAIT
         assert client.recv(1) == b""
     wait_until(
         lambda: (

@@ -132,8 +132,8 @@ def test_no_byte_of_a_stopped_source_arrives_after_its_receives_ended(
 def test_a_source_that_hangs_in_mid_message_is_cut_off(
     profile: TransportProfile, receiver: UcxTransport
 ) -> None:
-    """As one behind a network that loses every packet: no error ever comes of it. On a busy machine
-    everything may have been sent when the signal comes; then another one hangs."""
+    """It acts like a source on a network that loses every packet: no error ever occurs. On a busy
+    machine all may have been sent when the signal comes; then another one hangs."""
     lost: list[Operation] = []
     for _ in range(5):
         child = SendingChild(profile, NUM_BYTES, NUM_MESSAGES)
