@@ -101,7 +101,7 @@ def test_rates_are_tokens_between_two_looks() -> None:
         replace(DECODE, output_tokens=90, incarnation="c"),
         replace(DECODE, address="new", output_tokens=7),
     )
-    assert token_rates(before, now) == {PREFILL.address: 300.0}, "others started anew"
+    assert token_rates(before, now) == {PREFILL.address: 300.0}, "others have restarted"
 
 
 async def test_it_is_shown_again_until_it_is_interrupted() -> None:

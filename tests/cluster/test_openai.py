@@ -1,7 +1,7 @@
 """OpenAI's HTTP API in front of a cluster, with the official client: the gateway returns Baton's
 responses.
 
-One cluster with the shipped model. The expected values are Baton's own answers to the same
+One cluster with the shipped model. The expected values are Baton's own responses to the same
 requests.
 """
 

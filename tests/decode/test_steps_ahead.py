@@ -258,7 +258,7 @@ def test_a_release_frees_when_both_steps_are_back() -> None:
     assert scheduler.next_batch() is None
     answer(scheduler, first)
     assert scheduler.pages.num_free < scheduler.pages.num_total
-    assert scheduler.next_batch() is None, "nobody is left for another step"
+    assert scheduler.next_batch() is None, "no request is left for another step"
     answer(scheduler, second)
     assert scheduler.pages.num_free == scheduler.pages.num_total
     assert client.events == []

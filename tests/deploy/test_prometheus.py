@@ -9,7 +9,7 @@ query of every dashboard must give series, every alert must fire and clear.
 Time runs faster: every duration of the rules is divided by SCALE, scrapes and evaluations come four
 times a second. Thresholds that are a user's patience, or a matter of how busy this machine is, are
 lowered, and a window that this machine may leave without a first token is longer: see LOWERED. Of
-the dashboards one is drawn, or all where somebody wants to keep the pictures.
+the dashboards one is rendered, or all if the pictures are to be kept.
 """
 
 import asyncio

@@ -50,7 +50,7 @@ def test_layers_and_bytes_of_hybrid_stages_s4_1(size: int) -> None:
 
 
 def test_layers_with_windows_cost_nothing_per_token() -> None:
-    """Five layers, the third of which sees everything; the windows of the others lie on three
+    """Five layers, the third of which sees everything; the windows of the others are on three
     pages."""
     specs = random_model({**GEMMA3, "torch_dtype": "bfloat16"}).cache_specs(16)
     assert [spec.kind for spec in specs] == [CacheKind.WINDOW, CacheKind.WINDOW, CacheKind.KV] + [

@@ -91,7 +91,7 @@ def mixers(model: ModelDescription) -> list[MlaSpec]:
 
 
 def test_head_dim_does_not_replace_the_rope_part(glm_config: dict[str, Any]) -> None:
-    """Published files say head_dim 192 beside qk_rope_head_dim 64; one must not overwrite the
+    """Published files have head_dim 192 and qk_rope_head_dim 64; one must not overwrite the
     other."""
     model = random_model(
         glm_config

@@ -77,7 +77,7 @@ def test_which_layers_know_positions_and_have_experts(
 
 
 def test_a_published_wrapper_is_read(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
-    """The text model lies below `language_model.`, beside vision tensors."""
+    """The text model is below `language_model.`, next to vision tensors."""
     plain = checkpoint("llama4")
     folder = Path(shutil.copytree(plain, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())

@@ -53,7 +53,7 @@ for in_bytes in (False, True):
 own = TensorRank(0, int(sys.argv[2]))
 model = read_model(Path(sys.argv[1]), in_bytes=sys.argv[3] == "int8").of_rank(own)
 before = memory_kib("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 stage = model.load_stage(LayerRange(6, 10), numerics=Numerics.EXACT, ranks=StageRanks(own) if own.size > 1 else None)
 print(memory_kib("VmHWM") - before)
 """

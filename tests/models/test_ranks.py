@@ -124,8 +124,8 @@ def test_so_do_ranks_of_quantized_weights(
 def test_results_of_experts_go_to_the_homes_of_their_tokens(
     num_tokens: int, *, are_alike: bool
 ) -> None:
-    """Of few tokens to all ranks. Tokens that are alike choose the same experts: some ranks have no
-    results."""
+    """Results of few tokens go to all ranks. Equal tokens choose the same experts: some ranks have
+    no results."""
     spec = MoeSpec(
         hidden_size=64,
         num_experts=7,

@@ -51,7 +51,7 @@ def model(checkpoint: CheckpointMaker) -> ModelDescription:
 def test_a_layer_hands_shared_keys_to_the_next_one_s2_2(
     sharing: dict[str, object], checkpoint: CheckpointMaker
 ) -> None:
-    """However a config says it; the last layer hands nothing on."""
+    """This holds for every form of the config; the last layer hands nothing on."""
     config = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
     for name in (
         "indexer_types",

@@ -102,7 +102,7 @@ def test_free_records_and_the_rest_of_a_page_change_nothing(
 
 
 def test_a_used_slot_and_used_pages_are_as_good_as_new(model: ModelDescription) -> None:
-    """A request that gets what another one left behind answers as on fresh pools."""
+    """A request on memory with another one's leftovers has the same output as on fresh pools."""
     expected = run_alone(StageDriver(model))
     driver = StageDriver(model)
     driver.prefill({0: OTHERS[3]})

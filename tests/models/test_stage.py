@@ -199,7 +199,7 @@ def test_impossible_stage_is_refused(model: ModelDescription, layers: LayerRange
 
 
 def test_constructors_take_names_so_that_no_argument_can_slip_s0_8() -> None:
-    """A parameter added between others shifts whoever passes by position; one alone cannot be
+    """A parameter added between others shifts positional arguments; a single one cannot be
     confused."""
     modules = [
         importlib.import_module(module.name)

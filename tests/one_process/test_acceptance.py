@@ -39,9 +39,9 @@ async def test_the_demo_draft_reaches_its_bar(name: str, monkeypatch: pytest.Mon
 async def test_trials_of_other_lengths_cost_no_draft_its_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor what the prefix cache has of prompts: passes of whole chains yield as much as without any
-    trial. They yielded 1.8 tokens behind a step without drafts, and 3 from pages that a draft had
-    begun anew in."""
+    """Neither do cached prompts: passes of whole chains yield as much as without any trial. They
+    once yielded 1.8 tokens after a step without drafts, and 3 from pages in which a draft had
+    restarted."""
     seen: list[VerifiedStep] = []
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))
     monkeypatch.setattr(

@@ -66,8 +66,8 @@ def test_scores_of_a_prompt_are_those_of_transformers(
 async def test_steps_that_are_prepared_ahead_give_the_same_bits(
     checkpoint: Path, expected: list[Shown]
 ) -> None:
-    """Together with a client that leaves in mid-answer. Leaving the cluster checks that all was
-    given back."""
+    """A client cancels in mid-output. Leaving the cluster checks that all resources were
+    released."""
     questions = make_questions(8)
     async with cluster_in_process(checkpoint, decode={"overlap_steps": True}) as client:
         async for _ in client.generate(

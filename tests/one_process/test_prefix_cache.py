@@ -197,9 +197,9 @@ async def test_an_output_is_cached_for_the_next_turn(
     decode_pp: int,
     found: list[int],
 ) -> None:
-    """Prompts of 150, 200, 250 and 300 tokens, of which 41 at a time are an answer whose last token
-    was never computed. Recurrent layers draw with other bits than they read with: there only
-    prompts are kept."""
+    """Prompts of 150, 200, 250 and 300 tokens, of which 41 at a time are an output whose last token
+    was never computed. Recurrent layers decode with other bits than they prefill with: for them
+    only prompts are cached."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family)
     async with cluster_in_process(
         checkpoint,

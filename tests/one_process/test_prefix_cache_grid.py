@@ -1,4 +1,4 @@
-"""Warm answers are cold answers in every cell of families and drafts, over pools of one to three
+"""Warm responses equal cold ones in every cell of families and drafts, over pools of one to three
 stages on each side.
 
 {dense, MoE, hybrid, latent with an indexer} x {no draft, chain, tree, the model's own layer} gives

@@ -84,8 +84,8 @@ async def test_data_ranks_give_the_same_bits_and_show_their_load(
 async def test_four_ranks_divide_odd_vocabularies_widths_and_experts(
     tmp_path: Path, family: str
 ) -> None:
-    """257 tokens, 104 inner values and five experts: `baton check` says that they fit, and the
-    pools answer."""
+    """257 tokens, 104 inner values and five experts: `baton check` accepts them, and the pools
+    serve."""
     model = make_checkpoint(tmp_path, family)
     assert read_model(model).facts.vocab_size % 4
     assert next(report(WorkerConfig(model=model, world_size=4, tp=4, num_pages=8)))

@@ -14,8 +14,8 @@ from tests.support.drafts.eagle import save_draft
 async def test_a_pool_that_is_refused_leaves_no_thread_in_ucx(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Neither of its own nor of those beside it: one that is left would crash the process when that
-    ends."""
+    """This includes the pools started with it: a leaked thread would crash the process at its
+    end."""
     draft = save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
     tensors = load_file(draft / "model.safetensors")
     del tensors["fc.weight"]

@@ -1,4 +1,4 @@
-"""Speculation through whole clusters: bit for bit the answers of one process without any.
+"""Speculation through whole clusters: bit for bit the output of one process without any.
 
 The whole grid is {chain 1, 3, 5, tree 4x4/15, 8x5/31} x {greedy, seeded sampling with penalties} x
 prefill PP {1, 2} x decode PP {1, 2, 3} x batch {1, 5} x {trained draft, random draft}: 240 cells,

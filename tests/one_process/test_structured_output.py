@@ -113,7 +113,7 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_output(
 async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(
     speller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a pool whose last stage, which draws, is not the one that is asked."""
+    """The last stage of the pool, which samples, is not the one that receives the request."""
     monkeypatch.setattr(
         process, "MEMORY_BYTES", 1 << 30
     )  # time is to be the limit on a fast core, too

@@ -2,7 +2,7 @@
 the formulas.
 
 Real roles, real gRPC, real UCX, in one process. The oracle sees every slot of the prompt; the draft
-on the decode side has only what arrived: latents, index keys, and where the draft stood behind the
+on the decode side has only what arrived: latents, index keys, and the draft's position after the
 prompt.
 """
 

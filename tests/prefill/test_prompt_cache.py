@@ -364,7 +364,7 @@ def test_a_state_is_kept_at_the_end_of_a_prompt_and_at_branches() -> None:
     assert rig.compute(*range(30)).started.num_cached == 24
     assert rig.compute(*range(30), 99, 98, 97).started.num_cached == 24
     parted = rig.compute(*range(19), *range(50, 70))
-    assert parted.started.num_cached == 0, "nobody had kept a state before they parted"
+    assert parted.started.num_cached == 0, "no state was kept before the branch"
     assert rig.compute(*range(19), *range(70, 90)).started.num_cached == 16, "the junction"
     assert rig.compute(*range(19), *range(50, 70)).started.num_cached == 32
     rig.check()

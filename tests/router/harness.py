@@ -177,7 +177,7 @@ class RouterHarness:
         self.registry = registry
 
     async def ask(self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0) -> Answer:
-        """Read the whole stream. Raises the BatonError behind the status."""
+        """Read the whole stream. Raises the BatonError of the status."""
         answer = Answer()
         try:
             async for response in self.stub.Generate(request, timeout=timeout_s):

@@ -207,7 +207,7 @@ async def test_requests_go_to_a_live_router() -> None:
         async with client_of(first, second) as client:
             with pytest.raises(UnavailableError, match="cannot reach") as gone:
                 await client.cluster_status()
-            assert gone.value.retry_after_s is None, "nobody said when to come back"
+            assert gone.value.retry_after_s is None, "no retry delay is known"
 
 
 async def test_an_abort_finds_the_router_that_runs_the_request() -> None:

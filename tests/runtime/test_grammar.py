@@ -76,7 +76,7 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
         await asyncio.gather(
             *(grammars.check(regex(f"[a-z]{{{number}}}")) for number in range(1, 9))
         )
-        assert not all(task.done() for task in hostile), "they were in the way of nobody"
+        assert not all(task.done() for task in hostile), "they blocked no other"
         ends = await asyncio.gather(*hostile, return_exceptions=True)
     assert {type(end) for end in ends} <= {process.TooSlow, CapacityError}, ends
     assert any(isinstance(end, process.TooSlow) for end in ends)

@@ -25,7 +25,7 @@ with grpc.insecure_channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
     try:
         channel.unary_unary("/a/b")(b"", timeout=2)
     except grpc.RpcError as error:
-        print(error.code().name)  # there is nobody to answer
+        print(error.code().name)  # no server answers
 """
 _ENTRY = """
 import runpy, sys

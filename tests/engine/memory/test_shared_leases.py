@@ -35,7 +35,7 @@ class SharingMachine(RuleBasedStateMachine):
         victims = [
             page for page in self.cache if page not in self.leased and page not in self.asked
         ][:count]
-        assert len(victims) == count, "more was asked for than nobody holds"
+        assert len(victims) == count, "more was requested than is unused"
         for page in victims:
             del self.cache[page]
         return victims

@@ -205,7 +205,7 @@ def test_s3_3_one_data_rank_without_a_batch_runs_nothing() -> None:
 def test_s3_4_ranks_run_idle_only_if_another_has_tokens() -> None:
     assert shown(plan_step([own("decode"), None])) == ["decode", "idle"]
     assert plan_step([None, None]) == (None, None)
-    assert shown(plan_step([None, own("prebuilt")])) == ["-", "prebuilt"], "nobody has a forward"
+    assert shown(plan_step([None, own("prebuilt")])) == ["-", "prebuilt"], "no rank has a forward"
 
 
 class NotingModel:

@@ -122,7 +122,7 @@ def test_transfers_in_flight_are_bounded_and_time_out() -> None:
         stage.channel.send(2, packet, timeout_s=0.1)
     with pytest.raises(DeadlineError, match=r"stage 2 did not arrive in time, within 0\.1 s"):
         stage.channel.send(2, packet, timeout_s=0.1)
-    assert stage.link.is_aborted, "nobody reads or writes the memory any more"
+    assert stage.link.is_aborted, "the memory is no longer read or written"
     with pytest.raises(PeerLostError):
         stage.channel.send(2, packet, timeout_s=0.1)
 

@@ -367,7 +367,7 @@ def test_no_step_waits_for_a_grammar_to_compile(
 async def test_a_checked_grammar_is_kept_until_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many others come, as far as that is bounded."""
+    """This holds for any number of other grammars within the limit."""
     monkeypatch.setattr(checking, "MAX_PROCESSES", 2)
     monkeypatch.setattr(checking, "MAX_EXPECTED", 6)
     grammars = load_grammars(folder, (EOS,))

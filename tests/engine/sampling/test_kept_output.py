@@ -61,8 +61,8 @@ def logits_after(output: Sequence[int]) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sampling_from_changes_equals_sampling_from_the_whole(seed: int) -> None:
-    """Two requests through trees whose nodes are partly accepted; every draw equals that of a row
-    that brings all."""
+    """Two requests run through trees whose nodes are partly accepted; every sample equals that of a
+    row that carries its whole output."""
     rng, sampler = random.Random(seed), GuidedSampler(None)
     asked = [request("a", (1, 2, 3)), request("b", (4,))]
     outputs: list[list[int]] = [[], []]
@@ -119,7 +119,7 @@ def test_output_kept_for_another_leader_is_dropped() -> None:
     sampler(logits, [sampling_row(first, (4, 5), key=1, is_only=False)])
     assert sampler(logits, [sampling_row(second, (6,), key=1, is_only=False)]) == sample(
         logits, [sampling_row(second, (6,))]
-    ), "an opening begins anew"
+    ), "an opening starts over"
     sampler.reset()
     (token,) = sampler(logits, [sampling_row(second, (6, 7), key=1, known=1, is_only=False)])
     assert token.cause is ProblemCause.DEFECT

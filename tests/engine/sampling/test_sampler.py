@@ -476,7 +476,7 @@ def test_rows_must_fit_the_logits() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_logits_that_went_wrong_are_never_sampled(bad: float, temperature: float) -> None:
-    """And the rows beside them are, as if alone."""
+    """Other rows of the batch are sampled as if alone."""
     logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, bad, 2.0], [4.0, 3.0, 2.0]])
     good, wrong, better = sample(logits, [row(temperature=temperature)] * 3)
     assert isinstance(wrong.error, InternalError)

@@ -1,4 +1,4 @@
-"""Rounds whose committed keys stay in their pages, against those that gather them."""
+"""Rounds whose committed keys stay in their pages, against rounds that gather them."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def round_of(lengths: tuple[int, ...], branches: int) -> ForwardBatch:
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("lengths", [(1,), (4, 11, 6), (12, 5)])
 def test_a_round_equals_attention_to_gathered_keys(lengths: tuple[int, ...], branches: int) -> None:
-    """Three steps of two layers, the branches chosen anew in between."""
+    """Three steps of two layers, with new branches chosen in between."""
     backends: tuple[RoundAttention, ...] = (
         device_rounds(),
         MultiStepAttention(kv_pools=pools(), geometry=GEOMETRY),

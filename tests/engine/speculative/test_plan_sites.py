@@ -322,8 +322,8 @@ def test_s1_5_padding_plans_again_only_where_declared_equivalent(
 
 @pytest.mark.parametrize("steps", [3, 5])
 def test_s1_3_a_captured_round_is_planned_once_and_each_replay_once_more(steps: int) -> None:
-    """A recording stands in for a graph: the batch of a capture is marked, so its steps plan
-    nothing; a replay is another batch of the same shape and has no plan before it is given one."""
+    """A recording replaces a graph: the batch of a capture is marked, so its steps plan nothing; a
+    replay is another batch of the same shape and has no plan of its own."""
     attention, captured = (
         MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY),
         rounds.round_batch(),

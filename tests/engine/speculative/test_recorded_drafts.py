@@ -199,8 +199,8 @@ def test_trees_are_those_of_eager_steps(topk: int) -> None:
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_steps_that_only_follow_are_those_of_eager_steps(topk: int) -> None:
-    """Now and then trees are wanted, whose drafts have followed all along; one began in
-    mid-answer."""
+    """Trees are requested at times, of drafts that have followed all along; one began in
+    mid-output."""
     drafts = [Draft(topk, is_recorded=is_recorded) for is_recorded in (True, False)]
     rng, contexts, starts = random.Random(topk), [0] * 4, (0, 0, 20, 0)
     contexts[2] = 20
@@ -246,7 +246,7 @@ def test_a_restarted_draft_leaves_earlier_pages_unchanged() -> None:
 
 
 def test_a_round_that_does_not_fit_runs_eagerly() -> None:
-    """Nine steps behind the first of three rows are 27 tokens, of a null page of 16."""
+    """Nine steps after the first of three rows are 27 tokens, of a null page of 16."""
     draft = Draft(1, is_recorded=True, steps=10)
     trees = draft.propose(
         ForwardMode.DECODE, dict.fromkeys(range(3), 1), [0, 0, 0], dict.fromkeys(range(3), 1), 0
@@ -257,7 +257,7 @@ def test_a_round_that_does_not_fit_runs_eagerly() -> None:
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("lengths", [(1,), (40, 64, 33)])
 def test_a_round_equals_attention_to_gathered_keys(lengths: tuple[int, ...], branches: int) -> None:
-    """Three steps of two layers, the branches chosen anew in between."""
+    """Three steps of two layers, with new branches chosen in between."""
     generator = torch.Generator().manual_seed(1)
     pools = {layer: torch.randn(10, 2, KV_HEADS, 32, 16, generator=generator) for layer in range(2)}
     backends: tuple[RoundAttention, ...] = (

@@ -90,8 +90,8 @@ def test_rope_of_both_styles_matches_transformers(scaling: dict[str, Any]) -> No
 
 
 def test_both_styles_of_rope_must_say_the_same() -> None:
-    """transformers follows `rope_scaling`, which somebody may have added to a file that it had
-    saved with the other."""
+    """transformers follows `rope_scaling`, which may have been added to a file saved with the other
+    style."""
     newer = {"rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.0}}
     older = {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert read_rope(RawConfig(LLAMA | newer | older), head_dim=16).factor == 2.0

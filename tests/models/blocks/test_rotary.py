@@ -53,8 +53,8 @@ def test_a_token_has_the_same_bits_in_any_number_of_tokens(
 
 
 def test_tables_are_the_nearest_numbers_to_the_cosines_of_rounded_angles() -> None:
-    """So that no library's cosine matters: also half a million positions in, and whatever stands
-    beside a token."""
+    """No library's cosine matters, also at half a million positions and with any neighbors of a
+    token."""
     spec = RopeSpec(dim=64, theta=1e4)
     further = torch.randint(1 << 20, (5000,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(5000), further])

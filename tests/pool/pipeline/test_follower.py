@@ -356,7 +356,7 @@ async def test_a_leader_that_leaves_reports_unread_is_left(monkeypatch: pytest.M
 
 
 async def test_a_restarted_leader_is_joined_without_a_pause() -> None:
-    """However long it was gone. A try that the machine holds up does not count."""
+    """This holds for any downtime. An attempt during a stall of the machine does not count."""
     waits_s = []
     for _ in range(6):
         async with joined() as rig:

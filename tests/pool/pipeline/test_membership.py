@@ -264,8 +264,8 @@ def test_a_forming_of_other_processes_is_refused(change: dict[str, object], mess
 async def test_a_new_leader_uses_a_higher_epoch_than_its_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stages refuse an epoch that is not above the one they have: a clock that is behind would keep
-    the pool away."""
+    """Stages refuse an epoch that is not above their own: a slow clock would keep the pool from
+    forming."""
     monkeypatch.setattr(time, "time", lambda: 1.0)
     async with leader() as (observer, stub):
         first, second = FakeStage(stub), FakeStage(stub)

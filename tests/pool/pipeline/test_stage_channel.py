@@ -1,7 +1,7 @@
 """Packets between stages: whole, in order, of this epoch only; and a lost stage is reported within
 seconds.
 
-One suite for every way that tensors can travel: within their frames over UCX, and beside them over
+One suite for every way that tensors can travel: within their frames over UCX, and separately over
 links.
 """
 
@@ -109,8 +109,8 @@ def test_sending_does_not_wait_for_the_receiver(channels: list[PoolChannel]) -> 
 
 
 def test_a_sender_that_computes_holds_no_large_frame_back(channels: list[PoolChannel]) -> None:
-    """512 tokens of 4,096 in bf16 are 4 MiB, which no queue takes as a whole. Nobody receives while
-    they are sent, and the sender does not come back to its channel while they are received."""
+    """512 tokens of 4,096 in bf16 are 4 MiB, which exceeds every queue. No receiver runs while they
+    are sent, and the sender does not use its channel while they are received."""
     hidden = [torch.full((512, 4096), value, dtype=torch.bfloat16) for value in range(4)]
     for tensor in hidden:
         send(channels[0], 1, b"", tensor, timeout_s=30.0)

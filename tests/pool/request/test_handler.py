@@ -91,8 +91,8 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_reported(
 async def test_a_stalled_process_reads_pending_reports_before_it_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the
-    pool serve again."""
+    """After SIGSTOP the timeout expires before a report can be read, and the pool would never serve
+    again."""
     monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
     reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
@@ -209,7 +209,7 @@ async def test_deferrable_events_wake_the_loop_once_by_its_timer(
 
     step("first")
     await asyncio.sleep(0)
-    assert (seen, len(calls)) == (["first"], 1), "nobody is awake, so it goes at once"
+    assert (seen, len(calls)) == (["first"], 1), "the loop sleeps, so it is sent at once"
     step("second")
     step("third")
     await asyncio.sleep(0)

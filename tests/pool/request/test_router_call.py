@@ -319,7 +319,7 @@ async def test_inputs_for_requests_that_are_over_or_never_were_are_dropped() -> 
 
 @pytest.mark.parametrize("key", [0, 1, 2])
 async def test_a_key_that_was_used_before_ends_the_call(key: int) -> None:
-    """Nobody can tell any more which request is meant: those under way give back what they hold."""
+    """The key no longer identifies one request: running ones release their resources."""
     pool = Pool()
     call, _ = await begun(pool, "a", "b")
     call.send(with_key(key, opening("c")))
@@ -467,7 +467,7 @@ async def test_all_requests_end_with_the_call_before_it_is_over() -> None:
 
 
 async def test_a_request_that_is_expelled_as_its_call_ends_is_over() -> None:
-    """Nobody is there who could be told its end, so nobody waits for that."""
+    """Its end has no recipient, so nothing waits for it."""
     pool = Pool()
     call, _ = await begun(pool, "a", "b")
     call.handler.cancel()

@@ -110,7 +110,7 @@ def test_a_requested_context_is_given_or_refused(qwen3: Path) -> None:
 
 
 def test_pages_that_no_memory_holds_are_refused_with_the_sum(qwen3: Path) -> None:
-    """A page is 7 MiB, weights are 1137 MiB (1136.9): 4096 MiB hold 422 pages beside them."""
+    """A page is 7 MiB, weights are 1137 MiB (1136.9): 4096 MiB hold them and 422 pages."""
     assert size(qwen3, machine(4 * GIB), num_pages=422).num_pages == 422
     with pytest.raises(
         ConfigError,

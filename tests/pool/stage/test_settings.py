@@ -29,8 +29,8 @@ print(json.dumps(dict(plan_stage(WorkerConfig(model=Path(sys.argv[1]), num_pages
 def test_exact_numerics_refuse_a_stage_whose_cpu_computes_other_bits(
     tmp_path: Path, numerics: str
 ) -> None:
-    """torch takes other instructions on another CPU: softmax and sums differ in their last bits.
-    Such stages used to join each other, and other tokens were drawn."""
+    """torch uses other instructions on another CPU: softmax and sums differ in their last bits.
+    Such stages used to join each other, and other tokens were sampled."""
     model = make_checkpoint(tmp_path, "llama")
     here = plan_stage(
         WorkerConfig(model=model, num_pages=8, numerics="exact" if numerics == "exact" else "fast")
@@ -83,7 +83,7 @@ def test_a_stage_of_a_release_with_other_frames_is_refused(tmp_path: Path) -> No
 def test_a_stage_with_another_grammar_vocabulary_is_refused(
     tmp_path: Path, file: str, before: dict[str, object], after: dict[str, object], words: str
 ) -> None:
-    """The last stage makes masks from its own files: answers followed another grammar than their
+    """The last stage makes masks from its own files: outputs followed another grammar than their
     request's."""
     model = make_checkpoint(tmp_path, "llama")
     found = []

@@ -30,8 +30,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_nextn_draft_is_one_layer_of_both_its_caches_s0_8(
     tmp_path: Path, size: int, partition: str
 ) -> None:
-    """Latents and index keys of the one layer behind the target's last, on the last stage and in
-    the handoff."""
+    """Latents and index keys of the one layer after the target's last, on the last stage and in the
+    handoff."""
     model = add_nextn(make_checkpoint(tmp_path, "glm_moe_dsa"), tmp_path / "nextn")
     for rank in range(size):
         plan = plan_stage(
@@ -176,8 +176,8 @@ def test_s4_6_cached_states_have_their_own_slots(
 def test_only_chains_of_a_draft_that_shares_its_choice_hand_keys_over_s2_7(
     tmp_path: Path, topk: int, num_layers: int, *, shares: bool, kept: bool
 ) -> None:
-    """The branches of a tree change places between steps, and choose anew. So does every layer of a
-    draft that has several."""
+    """The branches of a tree change places between steps, and choose again. So does every layer of
+    a draft that has several."""
     model = add_nextn(
         make_checkpoint(tmp_path, "glm_moe_dsa"),
         tmp_path / "nextn",

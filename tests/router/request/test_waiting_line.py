@@ -324,7 +324,7 @@ def test_admitted_requests_leave_in_order_when_placed_or_expired(
             assert line.line.leave(waiter)
             assert not line.line.leave(waiter)
             inside.remove(waiter.arrival)
-        assert {waiter.arrival for waiter in line.line} == inside, "nobody leaves otherwise"
+        assert {waiter.arrival for waiter in line.line} == inside, "no request leaves otherwise"
     assert {waiter.arrival for waiter in line.line.clear()} == inside
     assert not len(line.line)
 

@@ -155,7 +155,7 @@ async def test_dns_follows_a_name_and_takes_silence_for_no_news() -> None:
         await seen.until("10.0.0.1:7000", "10.0.0.2:7000")
         resolver.answer = socket.gaierror(socket.EAI_AGAIN, "try again")
         await eventually(lambda: seen.errors("dns") >= 2, "trust in the resolver")
-        assert len(seen.found) == 2, "what it found stays while nobody can tell"
+        assert len(seen.found) == 2, "known workers stay while the source fails"
         resolver.answer = socket.gaierror(socket.EAI_NONAME, "no such name")
         await seen.until()
         resolver.answer = ["10.0.0.3"]
@@ -382,7 +382,7 @@ async def test_workers_come_and_go_under_a_running_router(tmp_path: Path) -> Non
                 await router.ask(token_request([3], max_tokens=1))
             assert len(first.open_requests) == 1, "it got nothing new"
 
-            # It vanishes from discovery altogether: still not cut. Then nobody needs it, and it is
+            # It vanishes from discovery altogether: still not cut. Then it is unused, and it is
             # forgotten.
             api.delete("d0")
             await asyncio.sleep(0.1)

@@ -81,9 +81,7 @@ def test_a_stalled_pool_gets_slower_without_reports() -> None:
     assert slow < 60
     pace.restarted()
     clock.advance(1000)
-    assert pace.tokens_per_s == pytest.approx(slow), (
-        "nothing was lost with a pool that started anew"
-    )
+    assert pace.tokens_per_s == pytest.approx(slow), "nothing was lost with a restarted pool"
 
 
 class Pool:

@@ -2,7 +2,7 @@
 test says so.
 
 Its pools are CPU tensors, but every transport refuses a tensor: a byte that moved has crossed a
-staging buffer. What is to be copied is poisoned until it was, so that whoever reads too early sends
+staging buffer. What is to be copied is poisoned until it was, so that a read that is too early sends
 nonsense.
 """
 
@@ -31,7 +31,7 @@ POISON = 0xEE
 
 
 class HandEvent:
-    """Passed when it is told so. `num_queries`: how often somebody asked."""
+    """An event that passes on command. `num_queries`: how often it was queried."""
 
     def __init__(self, *, passed: bool = False) -> None:
         self.passed = passed
@@ -43,8 +43,8 @@ class HandEvent:
 
 
 class HandCopies:
-    """A `CopyQueue` whose copies run when the test lets them; with `free` by themselves, each after
-    it was asked about once, as on a device nobody waits for."""
+    """A `CopyQueue` whose copies run on command; with `free` automatically, each after one query,
+    as on an idle device."""
 
     def __init__(self, *, free: bool = True) -> None:
         self.free = free
@@ -89,7 +89,7 @@ class _Copy:
 
 
 class Disguised(Tensor):
-    """Host memory that looks like a CUDA device's to whoever takes it by address."""
+    """Host memory that looks like a CUDA device's to code that takes its address."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -115,7 +115,7 @@ class DisguisedPools(DevicePools):
 
 
 class DeviceStage:
-    """One stage whose pools are on the device: pools, staging, agent, and what it reported."""
+    """One stage whose pools are on the device: pools, staging, agent, and its reports."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """CUDA's rule: an operation's tensors are on one device. Copies cross, host scalars go
-    anywhere, and indices may lie on the host. How many tokens each expert got is the one thing that
-    is read back: all went to the first."""
+    anywhere, and indices may be on the host. Only the number of tokens of each expert is read back:
+    all went to the first."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

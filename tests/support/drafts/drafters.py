@@ -39,11 +39,12 @@ TREES = {"tree 4x4/15": Shape(4, 4, 15), "tree 8x5/31": Shape(8, 5, 31)}
 
 @dataclass
 class OracleDrafter:
-    """Puts a request's true continuation into every tree, among siblings that are wrong.
+    """A drafter that puts a request's true continuation into every tree, among siblings that are
+    wrong.
 
-    `truth` maps a batch key to the tokens of prompt and answer. With `error_rate` it lets go of the
-    truth at some levels; without truth (`truth` empty) it only guesses. `accepted` notes how many
-    drafted tokens each step accepted.
+    `truth` maps a batch key to the tokens of prompt and output. With `error_rate` it departs from
+    the truth at some levels; without truth (`truth` empty) it only guesses. `accepted` records how
+    many drafted tokens each step accepted.
     """
 
     shape: Shape

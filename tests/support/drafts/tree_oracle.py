@@ -94,7 +94,7 @@ class CheckedDrafter:
     """A drafter of which every fourth tree is compared with the oracle's, grown from all the slots
     of the request.
 
-    Trees may differ where two candidates score alike but for rounding; `num_equal` of `num_trees`
+    Trees may differ if two candidates have equal scores up to rounding; `num_equal` of `num_trees`
     were the same.
     """
 

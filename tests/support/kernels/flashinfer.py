@@ -1,7 +1,7 @@
 """FlashInfer's wrappers by their documentation, computed row by row in fp64.
 
 Like the real ones they keep the schedule of the last plan only and are silent about it; and they
-insist on lengths that lie on the host. Those made for graphs keep it in buffers of a fixed size,
+insist on lengths on the host. Those made for graphs keep it in buffers of a fixed size,
 and a run reads nothing else: so a run that is started again behaves as a replay does.
 """
 

@@ -1,7 +1,7 @@
 """FlashInfer's wrapper for compressed keys by its documentation, computed row by row in fp64.
 
 Like the real one it keeps the schedule of its last plan only, is silent about it, and insists on
-lengths that lie on the host.
+lengths on the host.
 """
 
 from dataclasses import dataclass, field

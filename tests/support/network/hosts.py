@@ -7,7 +7,7 @@
         network.mend()
 
 What is lost goes, as the neighbor table of the sending host then says, to an Ethernet address that
-nobody has. Only `ip` (iproute2) and `unshare` (util-linux) are needed, and neither root nor a
+no host has. Only `ip` (iproute2) and `unshare` (util-linux) are needed, and neither root nor a
 firewall.
 """
 

@@ -1,7 +1,7 @@
 """A decode service over real transfer agents and a real scheduler, without gRPC and without a
 model.
 
-Nothing computes: tests look at what the scheduler would run, and at whose memory is free.
+Nothing computes: tests check what the scheduler would run, and which memory is free.
 """
 
 import asyncio

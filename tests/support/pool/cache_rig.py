@@ -84,8 +84,8 @@ class CacheRig(Generic[SchedulerT]):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """What happens to any scheduler: batches are launched, `depth` at a time, and fail; the cache
-    is emptied. Whoever begins sets `rig`."""
+    """Events of any scheduler: batches are launched, `depth` at a time, and fail; the cache is
+    flushed. The initial rule sets `rig`."""
 
     rig: CacheRig[Any]
     depth = 2

@@ -144,8 +144,8 @@ def build_executor(
 
 @dataclass
 class Leftovers:
-    """Once a batch's rows have committed what they accepted, what they did not accept becomes NaN:
-    entries behind their tokens, states of nodes. So does everything that padding reads."""
+    """NaN in place of rejected entries once a batch's rows have committed: entries after their
+    tokens and states of nodes. Everything that padding reads becomes NaN, too."""
 
     pools: StagePools
     max_nodes: int

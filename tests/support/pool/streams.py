@@ -26,7 +26,7 @@ def call_tracker(registry: CollectorRegistry | None = None) -> CallTracker:
 
 
 class Stream(Generic[InputT, EventT]):
-    """One request on a call. `events` are those that nobody has taken yet."""
+    """One request on a call. `events` are those not taken yet."""
 
     def __init__(self, call: "SharedCall[InputT, EventT]", key: int) -> None:
         self._call: SharedCall[InputT, EventT] = call

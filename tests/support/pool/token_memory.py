@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 
 
 class TokenMemory:
-    """What is read must be the request's own tokens, and nobody writes what others read."""
+    """Memory in which a read must return the request's own tokens, and shared pages are never
+    written."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

@@ -1,6 +1,6 @@
 """Prefill and decode workers that compute by hand, speaking the real protos over real gRPC.
 
-Output token `i` of a prompt is `(sum(prompt) + i) % vocab_size`. A `Fabric` stands for the data
+Output token `i` of a prompt is `(sum(prompt) + i) % vocab_size`. A `Fabric` replaces the data
 plane between them. A test hooks into named points of a request's life (`worker.at(Point.COMMIT,
 action)`) to delay, refuse, fail or kill, and reads the shared journal to see what happened in which
 order. Session, epoch and stream accounting is real, so that a test can ask whether anything is

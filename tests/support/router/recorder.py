@@ -50,8 +50,8 @@ def write_text_model(
 
 
 class Recorder:
-    """Stands for `GenerationService`: it checks and reads requests as that does, keeps their
-    prompts, and answers with `token_ids`, one in a message."""
+    """A replacement of `GenerationService`: it checks and parses requests like it, keeps their
+    prompts, and returns `token_ids`, one per message."""
 
     def __init__(
         self, folder: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS

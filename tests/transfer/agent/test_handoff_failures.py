@@ -93,7 +93,7 @@ def test_one_flipped_bit_in_any_item_is_caught_and_named(
             damaged, other = dest.stages[dest_stage].log, dest.stages[1 - dest_stage].log
             event = damaged.wait(name, COMPLETE, FAILED)
             # Both stages number their items from the same tag, so the other stage's item is damaged
-            # as well, if it has one; nobody else's is.
+            # as well, if it has one; no other is.
             assert event.error_reason == "DIGEST_MISMATCH"
             assert event.error_text.startswith(item.name + " from source stage 0"), event.error_text
             assert "(1 of " in event.error_text

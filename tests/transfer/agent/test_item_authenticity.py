@@ -1,5 +1,5 @@
-"""Items of handoffs over real UCX: a stranger's, a recorded one and another session's are refused,
-and land nowhere."""
+"""Items of handoffs over real UCX: a stranger's, a recorded one and another session's are refused
+and never written."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Pools are paired only when their bytes mean the same, and people are told why not."""
+"""Pools are paired only if their bytes mean the same, and every mismatch has a reason."""
 
 from dataclasses import replace
 from typing import Any

@@ -195,8 +195,9 @@ def unacknowledged_limits_ms() -> dict[str, int]:
 
 
 def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
-    """On both ends of a handoff's connections, also those that the other side has opened, which
-    nobody here has a handle for; on no other connection: who computes reads nothing for a while."""
+    """The limit is set on both ends of a handoff's connections, also those that the peer has
+    opened, which have no handle here; and on no other connection, as a computing peer reads nothing
+    for a while."""
     earlier = set(unacknowledged_limits_ms())  # connections that other tests have left
     stages = [
         UcxStageChannel(rank=rank, max_frame_bytes=4096, profile=TransportProfile.TCP)
