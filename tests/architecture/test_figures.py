@@ -477,7 +477,7 @@ def test_a_number_in_words_is_that_of_the_code(
     assert words in page(path)
 
 
-def test_a_number_is_read_however_it_is_written(
+def test_numbers_are_read_in_every_notation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.architecture.test_figures.ROOT", tmp_path)
@@ -512,7 +512,7 @@ def test_a_number_is_read_however_it_is_written(
         ("BatonDraftsRejected", "< 0.05", "Fewer than one drafted token in twenty"),
     ],
 )
-def test_a_runbook_says_at_what_its_alert_fires(alert: str, bound: str, words: str) -> None:
+def test_a_runbook_names_the_threshold_of_its_alert(alert: str, bound: str, words: str) -> None:
     rule = (
         (ROOT / "deploy/alerts/rules.yaml")
         .read_text()
@@ -524,7 +524,7 @@ def test_a_runbook_says_at_what_its_alert_fires(alert: str, bound: str, words: s
     assert words in entry
 
 
-def test_parts_of_the_gpu_script_have_the_time_that_its_page_says() -> None:
+def test_time_limits_of_the_gpu_script_equal_those_of_its_page() -> None:
     script = (ROOT / "bench/gpu_all.sh").read_text()
     given = dict(re.findall(r"^ *part (\w+) (\d+) ", script, re.MULTILINE))
     rows = re.findall(

@@ -261,7 +261,7 @@ def test_every_folder_with_code_is_a_package() -> None:
     )
 
 
-def test_a_commit_is_checked_by_what_make_check_runs() -> None:
+def test_pre_commit_runs_the_checks_of_make_check() -> None:
     """Every part of the target is a hook, with the same tools. Hooks of messages are additional."""
     parts = re.search(r"^check: (.*?) *##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert parts is not None

@@ -163,7 +163,7 @@ def test_no_path_leads_to_torch(package: str) -> None:
     assert found == []
 
 
-def test_router_client_and_runtime_start_where_torch_is_not_installed() -> None:
+def test_router_client_and_runtime_start_without_torch() -> None:
     wanted = sorted(
         name for name in names("baton", "router", "runtime") if not name.endswith("__main__")
     )

@@ -20,6 +20,7 @@ NOT_VERBS = frozenset(
     "whom whose with".split()
 )
 UNCLEAR = frozenset("anew lest nobody somebody thereof whereupon whoever whom".split())
+MAX_TEST_NAME = 70  # a line of pytest's report with the path of the file
 SPELLINGS = {
     r"(de)?tokenis": "tokenize",
     r"(de)?quantis": "quantize",
@@ -89,6 +90,17 @@ def test_unclear_words_are_not_used() -> None:
         for word in pattern.findall(page.read_text())
     ]
     assert wrong == []
+
+
+def test_names_of_tests_are_short_and_clear() -> None:
+    names = {
+        node.name
+        for tree in modules("tests").values()
+        for node in functions(tree)
+        if node.name.startswith("test_")
+    }
+    assert [name for name in names if len(name) > MAX_TEST_NAME] == []
+    assert [name for name in names if UNCLEAR & set(name.split("_"))] == []
 
 
 @pytest.mark.parametrize(("pattern", "instead"), SPELLINGS.items(), ids=SPELLINGS.values())

@@ -134,7 +134,7 @@ async def test_a_line_can_be_edited_and_an_earlier_one_taken_again() -> None:
         assert await person.leaves() == 0
 
 
-async def test_an_interrupt_ends_the_answer_and_not_the_conversation() -> None:
+async def test_an_interrupt_ends_the_response_and_not_the_conversation() -> None:
     async with conversation() as person:
         person.type("hang" + ENTER)
         async with asyncio.timeout(120):
@@ -155,7 +155,7 @@ async def test_an_interrupt_ends_the_answer_and_not_the_conversation() -> None:
         assert await person.leaves() == 0
 
 
-async def test_an_answer_that_fails_costs_itself_only() -> None:
+async def test_a_failed_response_does_not_end_the_conversation() -> None:
     async with conversation("--temperature", "-1") as person:
         for _ in range(2):
             person.type("hello" + ENTER)

@@ -61,7 +61,7 @@ async def test_a_prompt_may_be_piped_in(echo: EchoGeneration, address: str) -> N
     assert {request.text for request in echo.requests} == {"one\ntwo"}
 
 
-async def test_it_says_its_version() -> None:
+async def test_version_is_printed() -> None:
     assert (await baton("--version")).stdout == f"baton {VERSION}\n"
 
 
@@ -430,7 +430,7 @@ async def test_every_command_explains_itself(command: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-async def test_roles_answer_help_themselves(role: str) -> None:
+async def test_roles_print_their_own_help(role: str) -> None:
     done = await baton(role, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("Usage: ")
@@ -477,7 +477,9 @@ async def test_a_secured_server_is_reached_with_flags_or_variables(tmp_path: Pat
     await server.drain(grace_s=0)
 
 
-async def test_a_plain_server_is_told_apart_from_none(tmp_path: Path, address: str) -> None:
+async def test_a_plaintext_server_differs_from_an_unreachable_one(
+    tmp_path: Path, address: str
+) -> None:
     ca = Authority().files(tmp_path / "client", "client").ca
     done = await baton("status", "--target", address, "--tls-ca", str(ca))
     assert done.stderr.endswith(

@@ -541,7 +541,7 @@ def stand_in_demo(folder: Path) -> None:
     model(folder / "demo", "model")
 
 
-def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
+def test_a_demo_with_wrong_output_fails(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "baton", "demo"],

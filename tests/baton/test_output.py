@@ -121,7 +121,7 @@ def test_a_prompt_that_is_missing_is_asked_for(command: str, says: str) -> None:
     assert (done.returncode != 0, done.stdout, done.stderr) == (True, "", f"baton: {says}\n")
 
 
-def test_a_silent_stdin_is_said_to_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_silent_stdin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     with subprocess.Popen(
         [sys.executable, "-m", "baton", "generate"],

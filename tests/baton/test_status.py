@@ -127,7 +127,7 @@ async def test_it_is_shown_again_until_it_is_interrupted() -> None:
     await server.drain(grace_s=0)
 
 
-def test_a_start_prints_what_is_worth_attention() -> None:
+def test_a_start_prints_warnings() -> None:
     seen: list[tuple[str, str]] = []
     printer = StartPrinter(lambda name, line: seen.append((name, line)), own="baton")
     lines = [

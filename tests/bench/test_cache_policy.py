@@ -43,7 +43,7 @@ def test_without_states_every_known_block_hits(trace: Path) -> None:
     assert token_hit(trace, 1024, 0) == (0 + 2 + 1 + 3) * 16 / 200
 
 
-def test_with_states_a_prompt_goes_on_where_one_ended_or_parted(trace: Path) -> None:
+def test_with_states_a_prompt_resumes_at_ends_and_branches(trace: Path) -> None:
     """States after (1, 2), (1, 2, 4) and, where the third prompt parts from these, (1): too late
     for itself."""
     assert token_hit(trace, 1024, 20) == (0 + 2 + 0 + 3) * 16 / 200

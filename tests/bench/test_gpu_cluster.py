@@ -58,6 +58,6 @@ def test_shares_are_of_medians() -> None:
 @pytest.mark.parametrize(
     "bad", [answer(replace(TIMINGS, prefill_s=None)), answer(TIMINGS, num_tokens=3)]
 )
-def test_an_answer_that_cannot_be_counted_is_an_error(bad: Completion) -> None:
+def test_an_uncountable_response_is_an_error(bad: Completion) -> None:
     with pytest.raises(BatonError):
         summary([answer(TIMINGS), bad])

@@ -177,7 +177,7 @@ def steady(begin_s: float, end_s: float, pause: tuple[float, float] = (0.0, 0.0)
     )
 
 
-def test_back_is_when_all_go_on_for_a_second() -> None:
+def test_recovery_is_when_all_streams_continue_for_a_second() -> None:
     """Two streams stall at the fault at 10, one to 11.4, the other again from 12.0 to 12.8; a third
     never does."""
     requests = [steady(0, 20), steady(0, 20, (10.0, 11.4)), steady(0, 20, (12.0, 12.8))]

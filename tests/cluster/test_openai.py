@@ -125,7 +125,7 @@ async def test_a_chat_response_equals_that_of_grpc(
     )
 
 
-async def test_a_stream_is_the_whole_answer_token_by_token(
+async def test_a_stream_is_the_whole_response_token_by_token(
     running: RunningCluster, client: openai.AsyncOpenAI
 ) -> None:
     expected = await greedy_chat(running)

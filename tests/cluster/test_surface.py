@@ -433,7 +433,7 @@ async def ask_vllm(
     return [response async for response in stub.Generate(request, timeout=60)]
 
 
-async def test_vllm_gateways_get_the_same_answer(outsider: Outsider) -> None:
+async def test_vllm_gateways_get_the_same_response(outsider: Outsider) -> None:
     """Streamed and whole, with logprobs of prompt and output, against the native service."""
     prompt = [5, 6, 7, 8]
     native = await ask(

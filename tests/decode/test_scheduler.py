@@ -297,7 +297,7 @@ def test_a_failed_step_fails_its_rows_and_keeps_their_memory() -> None:
     assert scheduler.pages.num_free == scheduler.pages.num_total
 
 
-def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests_alike() -> None:
+def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests() -> None:
     scheduler = make(num_pages=7)
     clients = [joined(scheduler, request(max_tokens=16)) for _ in range(2)]
     while scheduler.load().queued_requests == 0:

@@ -134,7 +134,7 @@ def test_a_queued_step_is_timed_from_the_previous_result(
     assert seen == [("forward", 1.0), ("step", 1.0)] * 3
 
 
-def test_a_failed_step_is_published_and_the_loop_goes_on(running: list[EngineLoop]) -> None:
+def test_a_failed_step_is_published_and_the_loop_continues(running: list[EngineLoop]) -> None:
     scheduler = ScriptedScheduler(work=3)
     loop = start(running, scheduler)
     loop.post(lambda: loop.attach(ScriptedPipeline(1, fails_at=2)))

@@ -164,7 +164,7 @@ async def test_metadata_is_bounded(router: Announcement) -> None:
     assert peak_mib(router.pid) - before < 24
 
 
-async def test_watches_of_health_are_bounded_and_probes_go_on(router: Announcement) -> None:
+async def test_watches_of_health_are_bounded_and_probes_still_pass(router: Announcement) -> None:
     async with channel(router.address) as stranger:
         watches = [
             stub(stranger).Watch(health_pb2.HealthCheckRequest(service=f"{i}")) for i in range(200)

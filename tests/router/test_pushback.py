@@ -87,7 +87,7 @@ async def test_a_pool_that_stays_full_is_expected_after_a_service() -> None:
         assert 0.5 <= error.retry_after_s < 0.9
 
 
-async def test_a_pool_that_stays_full_says_which_resource_is() -> None:
+async def test_a_pool_that_stays_full_names_the_resource() -> None:
     prefill, decode = pair()
     decode.fail_at(
         Point.RESERVE, CapacityError("no pages", resource="pages", retry_after_s=2.5), times=1000

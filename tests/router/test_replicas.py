@@ -83,7 +83,7 @@ async def test_one_routers_load_shows_in_the_others_choices() -> None:
         await asyncio.gather(*calls)
 
 
-async def test_the_death_of_one_router_frees_what_it_held_and_disturbs_no_other() -> None:
+async def test_the_death_of_a_router_frees_its_resources_and_disturbs_no_other() -> None:
     fabric, journal = Fabric(), Journal()
     prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     may_go = asyncio.Event()

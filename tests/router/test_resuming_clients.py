@@ -121,7 +121,7 @@ async def test_a_response_resumes_at_the_other_router(after: int) -> None:
         await eventually(lambda: not decode.open_requests, "what the dead router held")
 
 
-async def test_every_choice_goes_on_and_text_and_stop_strings_with_it() -> None:
+async def test_every_choice_resumes_with_its_text_and_stop_strings() -> None:
     async with two_routers() as (first, second, decode):
         decode.token_pause_s = 0.01
         async with client_of(second) as undisturbed:

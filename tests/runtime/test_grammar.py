@@ -236,7 +236,7 @@ def test_repetitions_that_do_not_nest_do_not_multiply(text: str) -> None:
     check_shape(regex(text))
 
 
-async def test_one_that_needs_too_much_memory_is_refused_alone(
+async def test_a_grammar_that_needs_too_much_memory_is_refused_alone(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await grammars.check(regex("a"))
@@ -307,7 +307,7 @@ async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
         (0.9, f"could not be computed within {LONG_S:g} s, the limit"),
     ],
 )
-async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(
+async def test_a_hanging_mask_fails_alone_and_its_grammar_continues(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, computed_s: float, says: str
 ) -> None:
     """The process is stopped from outside, as a machine does that has too much to do, or a mask

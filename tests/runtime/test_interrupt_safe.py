@@ -42,7 +42,7 @@ async def echo() -> AsyncIterator[str]:
     await server.drain(grace_s=0)
 
 
-async def test_a_client_that_is_interrupted_at_any_moment_goes_on(echo: str) -> None:
+async def test_a_client_interrupted_at_any_moment_keeps_working(echo: str) -> None:
     """Of calls in the main thread itself about the 90th ended no more."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", INTERRUPTED, echo, "1", stderr=subprocess.PIPE

@@ -191,7 +191,7 @@ def test_a_value_cannot_pose_as_another_field() -> None:
     assert line["level"] == "info"
 
 
-def test_shown_is_the_text_itself_where_it_can_be() -> None:
+def test_printable_text_is_shown_unchanged() -> None:
     assert shown("grüße 你好") == "grüße 你好"
     assert shown("a\tb\\") == "a\\tb\\"
     assert shown("abc", 2) == "ab... (3 characters)"

@@ -106,7 +106,7 @@ def test_positions_of_snapshots_do_not_depend_on_chunks() -> None:
     assert torch.equal(rig.conv[4], alone(1, 192)[2])
 
 
-def test_a_row_goes_on_from_a_kept_state_and_leaves_it_as_it_is() -> None:
+def test_a_row_continues_a_kept_state_without_changing_it() -> None:
     rig, tokens = Rig(), Tokens(400, seed=1, slot=1)
     rig.run((tokens, 300, StateRow(snapshots=(StateSnapshot(192, 4),))))
     kept = [state.clone() for state in states_at(rig, 4)]

@@ -16,7 +16,7 @@ with alone(Path(sys.argv[1]), 2 ** 63 - 1, timeout_s=60) as held:
 """
 
 
-def test_another_process_has_to_wait_and_then_goes_on_without(tmp_path: Path) -> None:
+def test_another_process_waits_and_then_continues_without_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)],

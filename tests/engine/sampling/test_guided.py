@@ -434,9 +434,7 @@ class CountedProcess:
 
 @pytest.mark.parametrize("share", [1.0, 1 / 16])
 @pytest.mark.parametrize("num_accepted", [0, 2, 5])
-def test_drafts_end_no_text_that_plain_decoding_goes_on_with(
-    num_accepted: int, share: float
-) -> None:
+def test_drafts_end_no_text_that_plain_decoding_continues(num_accepted: int, share: float) -> None:
     """Masks take nearly what a step earns. Nodes that were drafted in vain took more than was left,
     after a while; now those that are reached are asked for one by one where little is left."""
     process = CountedProcess(0.95 * min(0.005, share * 0.04))

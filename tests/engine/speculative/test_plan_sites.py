@@ -303,9 +303,7 @@ def test_s1_2_a_forward_plans_only_an_unplanned_batch() -> None:
 
 
 @pytest.mark.parametrize("replan_equivalent", [True, False])
-def test_s1_5_padding_plans_again_only_where_declared_equivalent(
-    *, replan_equivalent: bool
-) -> None:
+def test_s1_5_padding_plans_again_only_if_declared_equivalent(*, replan_equivalent: bool) -> None:
     stage, attention, model = executor()
     batch = decode_batch()
     attention.plan(batch, replan_equivalent=replan_equivalent)

@@ -234,7 +234,7 @@ def test_inserted_pages_have_a_state_exactly_at_split_points() -> None:
         PrefixTree(ResumeRule(16), ManualClock()).insert(names((1, 2, 3)), [1, 2, 3], 1)
 
 
-def test_the_first_repeat_of_a_prompt_goes_on_from_its_last_resume_point() -> None:
+def test_a_repeated_prompt_resumes_from_its_last_resume_point() -> None:
     """129 tokens: 128 can be reused, the last one draws. 128 tokens: only 64 of a grid of 64."""
     tree = PrefixTree(ResumeRule(16, grid_tokens=64, has_states=True), ManualClock())
     blocks = names(tuple(range(8)))

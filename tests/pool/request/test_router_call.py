@@ -370,7 +370,7 @@ async def test_a_request_ends_with_its_deadline_and_others_do_not(
     await call.drop()
 
 
-async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(
+async def test_requests_beyond_the_limit_are_refused_and_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_call, "SPARE_OPEN", 2)

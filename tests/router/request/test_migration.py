@@ -248,7 +248,7 @@ async def test_prefill_dies_while_it_runs_the_prompt_again() -> None:
         await answered_as_if_nothing_happened(router)
 
 
-async def test_another_first_token_the_second_time_is_a_bug_and_goes_nowhere() -> None:
+async def test_a_different_first_token_on_replay_is_a_bug_and_is_not_sent() -> None:
     prefill, pools = cluster()
     async with running_router(prefill, *pools) as router:
         first_choice(pools).die_at(Point.TOKEN)

@@ -248,7 +248,7 @@ def test_an_output_continues_the_final_message(trim: str, content: Any) -> None:
         ({"role": "assistant", "content": ""}, ""),
     ],
 )
-def test_a_final_message_without_text_is_nothing_to_go_on_with(
+def test_a_final_message_without_text_cannot_be_continued(
     message: dict[str, Any], words: str
 ) -> None:
     template, chat = (

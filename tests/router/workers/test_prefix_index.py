@@ -38,7 +38,7 @@ def report(
     ),
     st.permutations(NAMES),
 )
-def test_a_prompt_goes_on_from_the_deepest_name_that_a_worker_has(
+def test_a_prompt_resumes_from_the_deepest_name_of_a_worker(
     steps: list[tuple[str, list[bytes], list[bytes], int]], names: list[bytes]
 ) -> None:
     index, held, numbers = (

@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
     dest.shutdown()
 
 
-def test_a_strangers_items_are_refused_and_the_handoff_goes_on(rig: Rig) -> None:
+def test_a_strangers_items_are_refused_and_the_handoff_continues(rig: Rig) -> None:
     terms, destination = rig.open("s")
     messages = plausible_messages(3)
     forged = [(tag, data) for tag, data in (next(messages) for _ in range(200)) if data]

@@ -68,7 +68,7 @@ def test_a_reversed_layer_range_is_refused() -> None:
         codec.endpoint_from_proto(transfer_pb2.StageEndpoint(first_layer=5, end_layer=4))
 
 
-def test_a_landing_needs_a_session_and_a_report_a_known_state() -> None:
+def test_destination_terms_need_a_session_and_a_report_a_known_state() -> None:
     with pytest.raises(InvalidRequestError, match="session_id"):
         codec.destination_from_proto(transfer_pb2.DestinationTerms())
     with pytest.raises(InvalidRequestError, match="unknown state 0"):

@@ -269,7 +269,7 @@ def test_garbage_on_the_tcp_port_neither_crashes_nor_hangs(garbage: bytes) -> No
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """In the block this process can open nothing more."""
+    """Leave this process without free descriptors inside the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
