@@ -205,12 +205,12 @@ def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
     ]
     for stage in stages:
         stage.connect([stage.address for stage in stages], forming_of(1, 2))
-    stages[0].send(1, bytearray(100), timeout_s=60)
-    frame, deadline = None, time.monotonic() + 60
-    while frame is None:
-        stages[0].check(1)
-        frame = stages[1].receive(0, timeout_s=0.05)
-        assert time.monotonic() < deadline
+    deadline = time.monotonic() + 60
+    for sender, receiver in ((0, 1), (1, 0)):  # each has a connection of its own
+        stages[sender].send(receiver, bytearray(100), timeout_s=60)
+        while stages[receiver].receive(sender, timeout_s=0.05) is None:
+            stages[sender].check(receiver)
+            assert time.monotonic() < deadline
     others = set(unacknowledged_limits_ms()) - earlier
     assert others
     pair = Pair(
