@@ -89,9 +89,9 @@ class _Layout(NamedTuple):
     run_bytes: int
 
 
-def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors, in their order."""
-    return _layout_of(tensors).specs
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Return the length in bytes of the run that holds the tensors."""
+    return _layout_of(tensors).run_bytes
 
 
 def run_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -228,8 +228,8 @@ def _listed(table: bytes) -> _Layout:
 
 
 def _placed(specs: tuple[TensorSpec, ...], table: bytes) -> _Layout:
-    ends = list(itertools.accumulate([_aligned(spec.num_bytes) for spec in specs], initial=0))
-    return _Layout(specs, table, tuple(ends[:-1]), ends[-1])
+    *places, end = itertools.accumulate([_aligned(spec.num_bytes) for spec in specs], initial=0)
+    return _Layout(specs, table, tuple(places), end)
 
 
 def _copy_to(frame: bytearray, at: int, tensor: Tensor, num_bytes: int) -> None:

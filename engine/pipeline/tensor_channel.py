@@ -70,13 +70,13 @@ class TensorChannel:
             InternalError: the packet is over the limit, or has tensors for a stage that is not the
                 next.
         """
-        specs = wire.specs_of(packet.tensors)
-        num_bytes = len(packet.record) + wire.run_bytes(specs)
+        run_bytes = wire.bytes_of(packet.tensors)
+        num_bytes = len(packet.record) + run_bytes
         if num_bytes > self._max_bytes:
             raise InternalError(
                 f"a packet of {num_bytes} bytes to stage {rank}; the limit is {self._max_bytes}"
             )
-        if self._links is None or not specs:
+        if self._links is None or not packet.tensors:
             self._frames.send(
                 rank,
                 wire.write(TensorRoute.WITHIN, packet, self._frames.head_bytes),
@@ -94,7 +94,7 @@ class TensorChannel:
             self._make_room(rank, pending, deadline_s)
         except DeadlineError as error:
             raise DeadlineError(f"{error}, within {timeout_s:g} s") from error
-        flat = torch.empty(wire.run_bytes(specs), dtype=torch.uint8, device=self._links.device)
+        flat = torch.empty(run_bytes, dtype=torch.uint8, device=self._links.device)
         wire.fill(flat, packet.tensors)
         self._frames.send(
             rank,
