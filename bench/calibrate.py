@@ -139,12 +139,15 @@ class Calibrator:
         costs = self.fitted(found.spent)
         speed = 1.0
         for _ in range(2):
-            took = [
-                simulate(self.fleet(_at(costs, speed), 0), asked.planned).duration_s
-                for asked in found.overloads
-            ]
-            speed *= sum(took) / sum(asked.seconds for asked in found.overloads)
+            took_s = self.overload_s(_at(costs, speed), found)
+            speed *= took_s / sum(asked.seconds for asked in found.overloads)
         return _at(costs, speed)
+
+    def overload_s(self, costs: Costs, found: Calibration) -> float:
+        """Return the simulated duration of all overloads, in seconds."""
+        return sum(
+            simulate(self.fleet(costs, 0), asked.planned).duration_s for asked in found.overloads
+        )
 
     def fleet(self, costs: Costs, seed: int) -> FleetConfig:
         """Return the cluster as a simulated fleet."""
@@ -171,6 +174,7 @@ class Calibrator:
         ours = summarize(run.outcomes, SLO, run.duration_s)
         figures: dict[str, Value] = {}
         for name in (
+            "requests",
             "requests_per_s",
             "failed",
             "ttft_s_p50",
@@ -318,6 +322,10 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         costs = await asyncio.to_thread(calibrator.costs, found)
         flags.output.write_text(costs.model_dump_json(indent=2) + "\n")
         figures = _figures(costs, flags.workers, time.monotonic() - began_s)
+        figures["overload_s"] = sum(asked.seconds for asked in found.overloads)
+        figures["overload_s_simulated"] = await asyncio.to_thread(
+            calibrator.overload_s, costs, found
+        )
         for number, load in enumerate(flags.compare):
             compared, found = await calibrator.compared(
                 load, flags.seconds, found, flags.seed + number

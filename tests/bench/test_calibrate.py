@@ -11,7 +11,6 @@ from sim.costs import Costs, DecodeCosts, MachineCosts, PrefillCosts
 
 LENGTHS = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536)
 LOADS = ("x0.5", "x2")
-BARS = {"requests_per_s": 0.15, "ttft_s_p50": 0.5, "tpot_s_p50": 0.5}
 
 
 def test_costs_are_found_in_times_that_they_make() -> None:
@@ -47,36 +46,28 @@ def test_the_slower_role_bounds_a_fleet_or_the_machine_does() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)  # two turns of 100 s, more beside other tests
-async def test_a_real_cluster_matches_its_simulation(tmp_path: Path) -> None:
-    """Below what it can serve and above. Others may use this machine, so the bars are wider than
-    the bench's; and as they may begin or end between calibration and comparison, one of two turns
-    has to be within them."""
-    wrong = list[object]()
-    for seed in range(2):
-        flags = argparse.Namespace(
-            model=demo_model(),
-            output=tmp_path / f"costs-{seed}.json",
-            like=None,
-            workers=2,
-            seconds_each=2.0,
-            compare=[0.5, 2.0],
-            seconds=6.0,
-            seed=seed,
-        )
-        figures = await measure(flags)
-        assert Costs.read(flags.output).decode.step_s > 0
-        assert not any(
-            figures[f"{load}_failed{side}"] for load in LOADS for side in ("", "_simulated")
-        )
-        differing = [
-            f"{load}_{name}"
-            for load in LOADS
-            for name, bar in BARS.items()
-            if figures[f"{load}_{name}_simulated"]
-            != pytest.approx(figures[f"{load}_{name}"], rel=bar)
-        ]
-        if not differing:
-            return
-        wrong.append((differing, figures))
-    pytest.fail(f"neither turn: {wrong}")
+@pytest.mark.timeout(600)  # a turn of 100 s, more beside other tests
+async def test_a_real_cluster_and_its_simulation_serve_the_same_loads(tmp_path: Path) -> None:
+    """The measured costs reproduce the overload that they were fitted to. Both sides serve every
+    request of a load below the capacity and of one above. Other loads take other times while the
+    machine's speed changes, so their figures are compared by the bench alone.
+    """
+    flags = argparse.Namespace(
+        model=demo_model(),
+        output=tmp_path / "costs.json",
+        like=None,
+        workers=2,
+        seconds_each=2.0,
+        compare=[0.5, 2.0],
+        seconds=6.0,
+        seed=0,
+    )
+    figures = await measure(flags)
+    costs = Costs.read(flags.output)
+    assert costs.decode.step_s > 0
+    assert costs.prefill.token_s > 0
+    assert figures["overload_s_simulated"] == pytest.approx(figures["overload_s"], rel=0.1)
+    for load in LOADS:
+        assert figures[f"{load}_requests"]
+        assert figures[f"{load}_requests"] == figures[f"{load}_requests_simulated"]
+        assert figures[f"{load}_failed"] == figures[f"{load}_failed_simulated"] == 0
