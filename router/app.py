@@ -18,9 +18,9 @@ from router.api.readiness import SERVICE, Readiness
 from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
+from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel
 from router.request.validate import PriorityLimits
-from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel, load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions

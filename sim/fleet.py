@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from baton.load import Outcome
 from baton.workload import Planned
-from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits
 from runtime.clock import LoopClock
 from runtime.errors import InternalError
+from runtime.process.supervision import task_group
 from sim.clients import Answered, Clients
 from sim.cores import Machine
 from sim.costs import Costs

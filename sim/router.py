@@ -11,9 +11,9 @@ from protos import generation_pb2
 from router.request.admission import Admission, AdmissionLimits
 from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
+from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel, Timeline
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.policy import Policy
@@ -116,7 +116,6 @@ class RouterProcess:
             Output(request.engine, (), None),
             responses,
             Timeline(self.clock, self.metrics),
-            request.resumed_of(0),
         )
         flow = RequestFlow(request, answer, self.services, self.options.max_request_s)
         task = self._note(asyncio.get_running_loop().create_task(flow.run()))

@@ -21,7 +21,6 @@ from router.request.answer import Answer, Output, ResponseQueue, feed
 from router.request.flow import RequestFlow, Services
 from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest, PriorityLimits, admissible, resolved_sampling
-from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits, ServedModel
 from router.workers.report import without_addresses
 from router.workers.worker import Worker
@@ -29,6 +28,7 @@ from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.observe.log import rebind
 from runtime.observe.tracing import note
+from runtime.process.supervision import task_group
 from runtime.security.access import ANYBODY, Caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -235,7 +235,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     output,
                     responses,
                     timeline.sibling() if index else timeline,
-                    checked.resumed_of(index),
                 ),
                 self._services,
                 timeout_s,

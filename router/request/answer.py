@@ -128,17 +128,13 @@ class Answer:
         output: Output,
         responses: "ResponseQueue",
         timeline: Timeline,
-        resumed: Sequence[int] = (),
     ) -> None:
-        """`request_id` is the client's id, `index` the choice. `resumed`: tokens that the client
-        already has and that `output` was fed.
-        """
+        """`request_id` is the client's id, `index` the choice."""
         self._request_id = request_id
         self._index = index
         self._output = output
         self._responses = responses
         self.timeline = timeline
-        self.token_ids = list(resumed)  # every token that the client has
         self.sampled_by = ""  # identity of workers and prompt, sent with the first tokens
         self._is_named = False
         self.has_ended = False
@@ -146,6 +142,11 @@ class Answer:
     def cached(self, num_tokens: int) -> None:
         """Record how many tokens of the prompt the latest prefill worker had cached."""
         self._output.num_cached_tokens = num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that the client has."""
+        return self._output.num_tokens
 
     @property
     def stopped(self) -> generation_pb2.GenerateFinish | None:
@@ -160,21 +161,32 @@ class Answer:
         """Send tokens of the workers, in order."""
         response = self._output.add(tokens)
         chunk = response.chunk
-        self.token_ids.extend(chunk.token_ids)
         self.timeline.tokens(len(chunk.token_ids))
         if not self._is_named and chunk.token_ids:
             chunk.compatibility = self.sampled_by
             self._is_named = True
         self._send(response)
 
-    async def scores(self, scores: types_pb2.PromptLogprobs) -> None:
-        """Send prompt scores when the queue has room.
+    @property
+    def has_room(self) -> bool:
+        """Return whether scores may be sent now."""
+        return self._responses.has_room
+
+    async def room(self) -> None:
+        """Wait until scores may be sent.
+
+        Raises:
+            RequestAborted: the client does not read.
+        """
+        await self._responses.room()
+
+    def scores(self, scores: types_pb2.PromptLogprobs) -> None:
+        """Send prompt scores.
 
         A replacement prefill worker begins with scores that the client already has. They are
         identical and left out.
         """
         if unseen := self._output.unseen(scores):
-            await self._responses.room()
             chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
 
@@ -246,6 +258,11 @@ class ResponseQueue:
             self._open_chunks.pop(index, None)
         self._wake()
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether fewer than `MAX_UNREAD` messages are unread."""
+        return len(self._unread) < MAX_UNREAD
+
     async def room(self) -> None:
         """Wait until fewer than `MAX_UNREAD` messages are unread.
 
@@ -255,12 +272,12 @@ class ResponseQueue:
         Raises:
             RequestAborted: the waits have taken the stall limit.
         """
-        if len(self._unread) < MAX_UNREAD:
+        if self.has_room:
             return
         began_at = self._loop.time()
         try:
             async with asyncio.timeout(self._stall_limit_s - self._waited_s):
-                while len(self._unread) >= MAX_UNREAD:
+                while not self.has_room:
                     self._was_read.clear()
                     await self._was_read.wait()
         except TimeoutError:

@@ -1,80 +1,41 @@
-"""One request, from admission to its end.
+"""The driver of one request: it runs the commands of the request's machine and feeds it events.
 
-Life of a request:
-
- 1. `Admission` queues it until a compatible pair has capacity soon, and books both workers.
- 2. The router opens a stream to a prefill worker. The worker queues the request and sends
-    `started`, with the terms of its handoff, when its turn comes.
- 3. The router opens a stream to a decode pool with these terms. The pool reserves memory on all
-    stages and replies with `DestinationTerms`, or refuses and the next pool gets the offer. When
-    all pools refuse, the router offers it again while prefill computes.
- 4. The destination terms go to the prefill worker, which starts to send.
- 5. `first_token` arrives from prefill and goes to the client at once, and to decode.
- 6. `committed` arrives from decode when all pages have landed and were verified. The prefill worker
-    may then release its memory, and its stream ends.
- 7. Tokens arrive from decode and go to the client until `finished`, which also ends that stream. If
-    the text contains a stop string, closing the streams is the abort.
-
-If a pool has nearly all of the prompt cached, it is asked first to compute the rest itself. Steps 2
-to 6 are then skipped.
-
-A response that another router began takes the same way. Decode recomputes the tokens that the
-client has, as after a migration.
-
-Failures. A prefill worker that dies or fails before the commit is replaced, within bounds. The
-terms of its replacement go to the same reservation, which receives again under its next epoch. The
-first token of the replacement must equal the one already sent. A pair whose handoff failed although
-both workers live is remembered as failed; if no source is left for the pool, the request migrates.
-If a decode pool is lost or drains after it reserved, the request migrates, too (`Migrations`):
-another pair starts over at 2. It recomputes the tokens already sent without sampling or sending
-them again, and the stream goes on. Every end of a request (its last token, an error, the client,
-Abort, the deadline) leaves through the `finally` of `_serve`, which closes both streams and
-releases both bookings.
-
-Worker events are handled as they arrive on the call that all requests to a worker share. An event
-that has to wait, and every event after it, is handled by the request's own task. A search for
-another worker runs in a task of its own; its task group ends with the request.
+Worker events are handled as they arrive, on the call that all requests to a worker share. Only
+while prompt scores wait for the client to read are they queued. Admission and searches wait in
+tasks of their own, which end with the request.
 """
 
 import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
+from protos import decode_pb2, prefill_pb2, types_pb2
+from router.request import events as ev
 from router.request.admission import Admission
 from router.request.answer import Answer, finish_of
-from router.request.retries import Migrations, lost
+from router.request.machine import RequestMachine
+from router.request.notes import RequestNotes, booking_of
+from router.request.retries import FlowLimits
+from router.request.search import WorkerSearch
 from router.request.service_times import ServiceRecord, ServiceTimeModel
-from router.request.streams import DecodeStream, PrefillStream
+from router.request.transitions import IllegalEventError, RequestState
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import (
-    Ended,
-    FlowInbox,
-    FlowLimits,
-    FlowParts,
-    Over,
-    Overdue,
-    Received,
-    StreamEvent,
-    task_group,
-)
+from router.request.worker_stream import DueTimer, WorkerStream
 from router.workers.directory import Directory, WorkerPair
-from router.workers.worker import WorkerRole
+from router.workers.worker import Booking
 from runtime.clock import Deadline
-from runtime.errors import (
-    BatonError,
-    CapacityError,
-    DeadlineError,
-    FieldViolation,
-    HandoffError,
-    InternalError,
-    InvalidRequestError,
-    PeerLostError,
-    UnavailableError,
-)
+from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
 from runtime.observe.metrics import RouterMetrics
 from runtime.observe.tracing import begin, outgoing
 
 CLOCKS_DIFFER_S = 0.05  # tolerance between a client's deadline and this router's
+MAX_QUEUED = 64  # events of one request; workers send few, or wait for the request
+
+PrefillStream = WorkerStream[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
+DecodeStream = WorkerStream[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
 
 
 @dataclass(frozen=True)
@@ -103,15 +64,21 @@ class RequestFlow:
         self._services = services
         self._timeout_s = timeout_s
         self._deadline = Deadline.after(services.service_model.clock, timeout_s)
-        self._time_scope = asyncio.timeout(timeout_s)
-        self._is_running = False
-        self._is_aborted = False
-        self._inbox = FlowInbox()
-        self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
-        self._migrations = Migrations(services.directory, services.limits, services.metrics)
-        self._is_committed = False
-        self._num_cached = 0  # prompt tokens that the prefill worker had cached
-        self._finish: generation_pb2.GenerateFinish | None = None
+        self._machine = RequestMachine(services.limits, timeout_s, resumed)
+        self._search = WorkerSearch(services.directory, services.limits, request)
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self._trace = dict(outgoing())
+        self._due_at_s: float | None = None
+        self._due_timer = DueTimer(lambda: self._happened(ev.ReplyOverdue()))
+        self._streams: dict[int, PrefillStream | DecodeStream] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._events: deque[ev.Event] = deque()  # while another one is handled
+        self._is_handling = False
+        self._unread: deque[ev.Event] | None = None  # while prompt scores wait for the client
+        self._notes: RequestNotes | None = None  # once a pair is booked
+        self._end: ev.End | None = None
+        self._ended = self._loop.create_future()
 
     @property
     def request_id(self) -> str:
@@ -119,9 +86,7 @@ class RequestFlow:
 
     def abort(self) -> None:
         """End the request now, with FINISH_REASON_ABORTED. Idempotent."""
-        self._is_aborted = True
-        if self._is_running and not self._time_scope.expired():
-            self._time_scope.reschedule(asyncio.get_running_loop().time())
+        self._happened(ev.Aborted())
 
     async def run(self) -> None:
         """Emit chunks and then exactly one finish, or raise the one BatonError that the client
@@ -131,359 +96,333 @@ class RequestFlow:
             DeadlineError: the time limit passed first.
             BatonError: the request failed otherwise.
         """
-        token_ids = self._answer.token_ids
-        finish = self._answer.stopped or finish_of(token_ids, self._request.engine)
+        timer = self._loop.call_later(self._timeout_s, self._happened, ev.DeadlinePassed())
         try:
-            async with self._time_scope:
-                if finish is None:
-                    await self._run()
-                else:
-                    self._conclude(finish)
-        except TimeoutError:
-            self._out_of_time()
+            finish = self._answer.stopped or finish_of(
+                self._request.resumed_of(0), self._request.engine
+            )
+            self._happened(ev.Arrived() if finish is None else ev.ClientStopped(finish))
+            await asyncio.shield(self._ended)
+            if self._end is not None and self._end.error is not None:
+                raise self._end.error
         except asyncio.CancelledError:
+            self._happened(ev.ClientGone())
             self._timeline.ended("cancelled")
             raise
         finally:
+            timer.cancel()
+            await self._stop_tasks()
             self._timeline.ended("failed")  # no effect if another outcome was recorded
 
-    async def _run(self) -> None:
-        self._is_running = True
-        if self._is_aborted:
-            self.abort()
-        held_back = begin("baton.router.admit", request_id=self.request_id)
-        try:
-            async with self._services.admission.pair_for(self._request, self._deadline) as pair:
-                held_back.end()
-                self._timeline.placed()
-                estimated_s = self._services.admission.service_s(
-                    self._request, pair.prefill.num_tokens
-                )
-                self._record = ServiceRecord(
-                    self._services.service_model,
-                    self._request.client,
-                    self._request.engine.max_tokens,
-                    estimated_s,
-                )
-                try:
-                    with self._services.metrics.running.track_inprogress():
-                        await self._serve(pair)
-                except (CapacityError, UnavailableError) as error:
-                    error.retry_after_s = self._services.admission.retry_after_s(
-                        error, self._request
-                    )
-                    raise
-        finally:
-            held_back.end()
-            self._is_running = False
+    async def _stop_tasks(self) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    @property
-    def _is_out_of_time(self) -> bool:
-        """Return whether the deadline ends the request, even if the client's end of the call
-        noticed first.
+    # Events.
+
+    def _deliver(self, event: ev.Received | ev.StreamEnded) -> None:
+        """Handle an event of a worker. The end of a stream is handled in the request's context,
+        so that log lines carry its id.
         """
-        return not self._is_aborted and self._deadline.remaining_s() <= CLOCKS_DIFFER_S
+        if isinstance(event, ev.Received):
+            self._happened(event)
+        else:
+            self._context.copy().run(self._happened, event)
 
-    def _out_of_time(self) -> None:
-        if self._answer.has_ended:
+    def _happened(self, event: ev.Event) -> None:
+        """Handle an event, after those that are being handled. Raises nothing."""
+        if self._unread is not None and isinstance(
+            event, ev.Received | ev.StreamEnded | ev.ReplyOverdue
+        ):
+            self._queue(self._unread, event)
             return
-        if not self._is_aborted:
-            raise DeadlineError(
-                f"the request did not end within its {self._timeout_s:g} s"
-            ) from None
-        self._answer.rest()
-        self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        while self._events:
+            self._handle(self._events.popleft())
+        self._is_handling = False
 
-    async def _serve(self, pair: WorkerPair) -> None:
-        async with task_group() as group:
-            self._parts = FlowParts(
-                self._request.engine,
-                self._request.prompt,
-                self._services.directory,
-                self._services.limits,
-                group,
-                self._deadline,
-                outgoing(),
-                self._happened,
-                lambda: self._inbox.post(Overdue()),
-            )
-            self._start(pair)
+    def _queue(self, unread: deque[ev.Event], event: ev.Event) -> None:
+        """Queue an event of a worker; end the stream instead if too many are queued."""
+        if len(unread) < MAX_QUEUED or not isinstance(event, ev.Received):
+            unread.append(event)
+        elif event.number in self._streams:
+            stream = self._streams.pop(event.number)
+            stream.close()
+            lost = stream.lost("it sent more than could be handled")
+            unread.append(ev.StreamEnded(event.number, lost))
+
+    def _handle(self, event: ev.Event) -> None:
+        try:
             try:
-                while self._finish is None:
-                    await self._handle(await self._inbox.get())
-                self._end(self._finish)
-            finally:
-                if self._finish is None and self._is_out_of_time:
-                    self._record.cut_off()
-                self._prefill.close()
-                self._decode.close()
-                if self._migrations.under_way is not None:
-                    self._migrations.ended()
-
-    def _start(self, pair: WorkerPair) -> None:
-        """Start the request on this pair, with the tokens that its client already has."""
-        self._is_committed = False
-        self._answer.sampled_by = self._request.sampled_by(pair.decode.compatibility)
-        self._prefill = PrefillStream(self._parts, pair.prefill)
-        self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
-        if self._first_token is None and self._decode.may_compute_rest:
-            self._decode.request_local_prefill()
-        else:
-            self._prefill.run()
-
-    def _happened(self, event: Received | Ended) -> None:
-        """Handle a worker's event at once, or queue it if it has to wait or others already do."""
-        try:
-            if not self._inbox.is_idle or self._has_to_wait(event):
-                self._keep(event)
-                return
-            if isinstance(event, Received):
-                self._handle_now(event)
-            if self._finish is not None:
-                self._inbox.post(Over())
+                commands = self._machine.on(event, self._loop.time())
+            except IllegalEventError as illegal:
+                if not isinstance(event, ev.Received):
+                    raise
+                commands = self._broken(event.number, str(illegal))
+            for command in commands:
+                self._RUN[type(command)](self, command)
+            due_at_s = self._machine.due_at_s
+            if due_at_s != self._due_at_s:
+                self._due_at_s = due_at_s
+                self._due_timer.expect(due_at_s)
         except Exception as error:  # noqa: BLE001 - it ends this request only
-            self._inbox.post(Over(error))
+            if self._machine.state is RequestState.DONE:
+                self._conclude(ev.End(error=error))
+            else:
+                self._events.append(ev.CommandFailed(error))
 
-    def _has_to_wait(self, event: Received | Ended) -> bool:
-        if isinstance(event, Received):
-            return (
-                event.event.HasField("scored")
-                if isinstance(event.event, prefill_pb2.PrefillEvent)
-                else False
-            )
-        return event.stream is not self._prefill.stream or not self._is_prefill_done
+    def _broken(self, number: int, reason: str) -> list[ev.Command]:
+        """Treat a worker that broke the protocol as lost."""
+        stream = self._streams.pop(number)
+        stream.close()
+        return self._machine.on(ev.StreamEnded(number, stream.lost(reason)), self._loop.time())
 
-    def _keep(self, event: Received | Ended) -> None:
-        """Queue an event for this request's task; end the stream if its queue is full."""
-        if not self._inbox.post(event) and isinstance(event, Received):
-            event.stream.close()
-            self._inbox.post(Ended(event.stream, lost="it sent more than could be handled"))
+    # Commands.
 
-    async def _handle(self, event: StreamEvent) -> None:
-        match event:
-            case Received():
-                self._handle_now(event)
-                await self._pass_scores(event)
-            case Ended(stream=stream) if stream is self._prefill.stream:
-                error = (
-                    lost(self._prefill.booking.worker, event.lost) if event.lost else event.error
-                )
-                await self._prefill_ended(error)
-            case Ended(stream=stream) if stream is self._decode.stream:
-                error = lost(self._decode.booking.worker, event.lost) if event.lost else event.error
-                await self._decode_ended(error)
-            case Overdue() if self._decode.is_overdue:
-                if self._decode.lacks_first_token:
-                    await self._prefill_ended(self._prefill.overdue())
-                else:
-                    await self._decode_ended(self._decode.overdue())
-            case Over(error=Exception() as error):
-                raise error
-        # Otherwise the event belongs to a stream that was closed: it is dropped.
+    def _reserve(self, command: ev.Reserve) -> None:
+        self._start(command.number, self._admit(command.number))
 
-    def _handle_now(self, received: Received) -> None:
-        if received.stream is self._prefill.stream:
-            if isinstance(received.event, prefill_pb2.PrefillEvent):
-                self._on_prefill_event(received.event)
-        elif received.stream is self._decode.stream and isinstance(
-            received.event, decode_pb2.DecodeEvent
-        ):
-            self._on_decode_event(received.event)
+    async def _admit(self, number: int) -> None:
+        span = begin("baton.router.admit", request_id=self.request_id)
+        admission = self._services.admission
+        try:
+            async with admission.pair_for(self._request, self._deadline) as pair:
+                span.end()
+                estimated_s = admission.service_s(self._request, pair.prefill.num_tokens)
+                self._placed(number, pair, estimated_s)
+                await asyncio.shield(self._ended)
+        except BatonError as error:
+            self._happened(ev.NotAdmitted(error))
+        finally:
+            span.end()
 
-    def _on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
-        timings = self._timeline.timings
-        match event.WhichOneof("event"):
-            case "started":
-                timings.prefill_queue_s = event.started.queue_s
-                self._num_cached = event.started.cached_tokens
-                self._answer.cached(self._num_cached)
-                self._note_prediction(self._num_cached - self._prefill.booking.num_cached)
-                self._timeline.reserving()
-                try:
-                    self._decode.offer(event.started.terms)
-                except PeerLostError as error:
-                    self._inbox.post(Ended(self._decode.stream, error))
-            case "first_token":
-                timings.prefill_s = event.first_token.prefill_s
-                self._prefill.computed()
-                num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
-                self._record.prefilled(num_computed, timings.prefill_s)
-                self._take_first_token(event.first_token.token)
-                self._let_prefill_go()
-            case "sent":
-                if not self._is_committed:
-                    self._decode.expect_commit()
+    def _placed(self, number: int, pair: WorkerPair, estimated_s: float) -> None:
+        services = self._services
+        self._timeline.placed()
+        record = ServiceRecord(
+            services.service_model,
+            self._request.client,
+            self._request.engine.max_tokens,
+            estimated_s,
+        )
+        self._notes = RequestNotes(
+            self._request, self._answer, record, services.directory, services.metrics
+        )
+        services.metrics.running.inc()
+        self._happened(self._pair_placed(number, pair))
 
-    async def _pass_scores(self, received: Received) -> None:
-        """Pass prompt scores to the client when its queue has room, before the first token."""
-        event = received.event
-        if (
-            received.stream is self._prefill.stream
-            and isinstance(event, prefill_pb2.PrefillEvent)
-            and event.HasField("scored")
-        ):
-            await self._answer.scores(event.scored)
-            self._prefill.scores_read()
+    def _pair_placed(self, number: int, pair: WorkerPair) -> ev.PairPlaced:
+        num_missing = self._request.prompt.num_tokens - pair.decode.num_cached
+        return ev.PairPlaced(
+            number, pair.prefill, pair.decode, pair.decode.worker.may_compute(num_missing)
+        )
 
-    def _take_first_token(self, token: types_pb2.TokenChunk) -> None:
-        if self._first_token is None:
-            self._first_token = token
-            self._emit(token)
-            if self._finish is None:
-                self._decode.first_token(token)
-        elif list(token.token_ids) == list(self._first_token.token_ids):
-            self._decode.first_token(token)
-        elif self._request.resumed_of(0):
-            raise InvalidRequestError(
-                FieldViolation(
-                    "resumed",
-                    f"begins with {list(self._first_token.token_ids)}, the response to this request with "
-                    f"{list(token.token_ids)}",
-                )
-            )
+    def _open_prefill(self, command: ev.OpenPrefill) -> None:
+        worker = booking_of(command.worker).worker
+        opening = prefill_pb2.PrefillInput()
+        self._fill(opening.open)
+        self._streams[command.number] = WorkerStream.open(
+            command.number, worker, worker.prefill_calls.current(), opening, self._deliver
+        )
+
+    def _open_decode(self, command: ev.OpenDecode) -> None:
+        booking = booking_of(command.worker)
+        if command.source is not None and booking.is_outlived:
+            error = PeerLostError("the decode worker restarted while the request was queued")
+            self._happened(ev.StreamEnded(command.number, error))
+            return
+        opening = decode_pb2.DecodeInput()
+        opening.open.replayed_token_ids.extend(command.replayed)
+        if command.source is not None:
+            opening.open.source.CopyFrom(command.source)
+        self._fill(opening.open)
+        self._streams[command.number] = WorkerStream.open(
+            command.number,
+            booking.worker,
+            booking.worker.decode_calls.current(),
+            opening,
+            self._deliver,
+        )
+
+    def _fill(self, opening: prefill_pb2.PrefillOpen | decode_pb2.DecodeOpen) -> None:
+        """Fill in the request, and its context: time left in seconds and trace."""
+        opening.request.CopyFrom(self._request.engine)
+        opening.context.CopyFrom(
+            types_pb2.RequestContext(time_left_s=self._deadline.remaining_s(), **self._trace)
+        )
+
+    def _send(self, command: ev.Send) -> None:
+        stream: Any = self._streams.get(command.number)
+        if stream is not None:
+            stream.send(command.message, is_last=command.is_last)
+
+    def _close(self, command: ev.Close) -> None:
+        stream = self._streams.pop(command.number, None)
+        if stream is not None:
+            stream.close(is_ending=command.is_ending)
+        task = self._tasks.get(command.number)
+        if task is not None:
+            task.cancel()
+
+    def _release(self, command: ev.Release) -> None:
+        booking = booking_of(command.worker)
+        if command.is_computed:
+            booking.computed()
         else:
-            raise InternalError(
-                f"a second prefill worker sampled {list(token.token_ids)} as first token, the first one "
-                f"{list(self._first_token.token_ids)}"
-            )
+            # Later, so that requests that end with one message of a pool count as concurrent.
+            self._loop.call_soon(booking.release)
 
-    @property
-    def _is_prefill_done(self) -> bool:
-        return self._is_committed and self._first_token is not None
+    def _mark_lost(self, command: ev.MarkLost) -> None:
+        booking_of(command.worker).lost(command.reason)
 
-    async def _prefill_ended(self, error: BatonError | None) -> None:
-        if self._is_prefill_done:
-            return
-        error = error or PeerLostError("the prefill worker ended its stream too early")
-        if self._is_committed:
-            raise error  # the handoff is done, but no worker can send the first token
-        if isinstance(error, HandoffError) and self._has_failed_link():
-            await self._decode_lost(PeerLostError(str(error)))
-            self._timeline.retried(WorkerRole.DECODE, error.reason)
-            return
-        self._decode.source_lost()
-        self._prefill.move_on(error, self._decode.booking)
-        self._timeline.retried(WorkerRole.PREFILL, error.reason)
-
-    def _has_failed_link(self) -> bool:
-        """Record that this pair cannot hand over; return whether no source is left for the pool.
-
-        Sources may still be left for another pool.
-        """
+    def _check_link(self, command: ev.CheckLink) -> None:
         directory = self._services.directory
-        directory.failed_links(self._prefill.booking, self._decode.booking)
-        return not directory.is_fed(self._decode.booking, self._request.context_tokens)
+        source = booking_of(command.source)
+        pool = booking_of(command.pool)
+        directory.failed_links(source, pool)
+        is_fed = directory.is_fed(pool, self._request.context_tokens)
+        self._happened(ev.LinkChecked(command.number, is_fed))
 
-    def _on_decode_event(self, event: decode_pb2.DecodeEvent) -> None:
-        if not event.HasField("destination"):
-            self._stepped(event)
-        elif self._decode.reserved(event.destination):
-            self._timeline.reserved()
-            self._prefill.deliver_to(event.destination)
+    def _search_prefill(self, command: ev.SearchPrefill) -> None:
+        async def search() -> ev.Event:
+            worker = await self._search.prefill(command, booking_of(command.pool))
+            return _found(command.number, worker)
 
-    def _stepped(self, event: decode_pb2.DecodeEvent) -> None:
-        """Pass the tokens of the pool to the client."""
-        if event.position != len(self._answer.token_ids):
-            self._decode.broken(
-                f"its next token is number {event.position}, the client has "
-                f"{len(self._answer.token_ids)}"
-            )
-            return
-        match event.WhichOneof("event"):
-            case "tokens":
-                if self._first_token is None:  # the pool prefilled the prompt locally
-                    self._first_token = types_pb2.TokenChunk(token_ids=event.tokens.token_ids[:1])
-                self._timeline.decoded()
-                self._record.sampled(len(event.tokens.token_ids))
-                self._emit(event.tokens)
-            case "committed":
-                exposed_s = self._timeline.timings.transfer_exposed_s = (
-                    event.committed.transfer_exposed_s
-                )
-                self._services.directory.linked(
-                    self._prefill.booking, self._decode.booking, exposed_s
-                )
-                self._decode.committed()
-                self._joined()
-                self._let_prefill_go()
-            case "local":
-                self._decode.local_prefill_accepted()
-                self._prefill.close()
-                self._answer.cached(event.local.cached_tokens)
-                self._joined()
-            case "finished":
-                self._decode.finished()
-                self._finished(event.finished)
+        self._start(command.number, self._report(search()))
 
-    def _joined(self) -> None:
-        """Record that the pool has the whole prompt."""
-        self._is_committed = True
-        self._record.committed(self._decode.booking)
-        if self._migrations.under_way is not None:
-            self._migrations.resumed()
-        self._timeline.committed()
+    def _search_decode(self, command: ev.SearchDecode) -> None:
+        async def search() -> ev.Event:
+            worker, has_started_over = await self._search.decode(command)
+            return _found(command.number, worker, has_started_over=has_started_over)
 
-    async def _decode_ended(self, error: BatonError | None) -> None:
-        error = error or PeerLostError("the decode worker ended its stream too early")
-        if self._decode.has_reserved:
-            await self._decode_lost(error)
-        elif self._decode.local_prefill_requested:
-            self._decode.local_prefill_rejected(error)
-            self._prefill.run()
-            return
-        else:
-            self._decode.move_on(error)
-        self._timeline.retried(WorkerRole.DECODE, error.reason)
+        self._start(command.number, self._report(search()))
 
-    async def _decode_lost(self, error: BatonError) -> None:
-        """Continue on another pair after the pool that held the state was lost or gave the request
-        up.
-        """
-        self._prefill.close()
-        self._decode.close()
-        self._record.moved()
-        self._start(
-            await self._migrations.another_pair(
-                self._decode.booking, error, self._request.prompt, self._request.context_tokens
-            )
-        )
+    def _search_pair(self, command: ev.SearchPair) -> None:
+        async def search() -> ev.Event:
+            pair = await self._search.pair(booking_of(command.lost))
+            if pair is None:
+                return ev.SearchFailed(command.number)
+            return self._pair_placed(command.number, pair)
 
-    def _note_prediction(self, surplus: int) -> None:
-        """Count whether `surplus` more tokens were reused than the worker's reports predicted."""
-        outcome = "equal" if surplus == 0 else "more" if surplus > 0 else "fewer"
-        self._services.metrics.cache_predictions.labels(outcome).inc()
+        self._start(command.number, self._report(search()))
 
-    def _let_prefill_go(self) -> None:
-        if not self._is_prefill_done:
-            return
-        if self._prefill.has_first_token:
-            self._prefill.release()
-        else:
-            self._prefill.close()  # its predecessor died after it had delivered everything
+    async def _report(self, search: Coroutine[Any, Any, ev.Event]) -> None:
+        try:
+            self._happened(await search)
+        except Exception as error:  # noqa: BLE001 - it ends this request only
+            self._happened(ev.CommandFailed(error))
 
-    def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
-        timings = self._timeline.timings
-        timings.decode_queue_s = finished.queue_s
-        timings.decode_s = finished.decode_s
-        self._record.finished(finished.decode_s)
-        self._finish = self._finish or generation_pb2.GenerateFinish(
-            reason=finished.reason,
-            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
-        )
+    def _start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[number] = self._loop.create_task(work, context=self._context)
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    def _emit(self, tokens: types_pb2.TokenChunk) -> None:
+    def _emit(self, command: ev.Emit) -> None:
+        tokens, is_decoded = command
+        if is_decoded and self._notes is not None:
+            self._timeline.decoded()
+            self._notes.record.sampled(len(tokens.token_ids))
         self._answer.tokens(tokens)
-        self._finish = self._answer.stopped or self._finish
+        if (finish := self._answer.stopped) is not None:
+            self._happened(ev.ClientStopped(finish))
 
-    def _end(self, finish: generation_pb2.GenerateFinish) -> None:
-        """Conclude the request with the text held back and the finish."""
-        self._record.ended(len(self._answer.token_ids))
-        if self._answer.stopped is not None:
-            # The workers would generate further tokens: closing the streams is the abort.
-            self._prefill.close()
-            self._decode.close()
-        self._conclude(finish)
+    def _emit_scores(self, command: ev.EmitScores) -> None:
+        if self._answer.has_room:
+            self._pass_scores(command)
+        else:
+            self._unread = deque()
+            self._start(0, self._pass_scores_later(command))
 
-    def _conclude(self, finish: generation_pb2.GenerateFinish) -> None:
-        self._answer.rest()
-        self._answer.finish(self._answer.stopped or finish)
+    async def _pass_scores_later(self, command: ev.EmitScores) -> None:
+        failure: Exception | None = None
+        try:
+            await self._answer.room()
+            self._pass_scores(command)
+        except Exception as error:  # noqa: BLE001 - it ends this request only
+            failure = error
+        unread = self._unread or ()
+        self._unread = None
+        if failure is not None:
+            self._happened(ev.CommandFailed(failure))
+        for event in unread:
+            self._happened(event)
+
+    def _pass_scores(self, command: ev.EmitScores) -> None:
+        """Send scores to the client, and confirm them to the worker."""
+        self._answer.scores(command.scores)
+        stream: Any = self._streams.get(command.number)
+        if stream is None:
+            return
+        unsent = stream.unsent
+        if unsent is not None and unsent.HasField("scores_read"):
+            unsent.scores_read.count += 1
+        else:
+            read = prefill_pb2.PrefillScoresRead(count=1)
+            stream.send(prefill_pb2.PrefillInput(scores_read=read))
+
+    def _note(self, command: ev.Note) -> None:
+        if self._notes is not None:
+            self._notes.reached(command)
+
+    def _note_retry(self, command: ev.NoteRetry) -> None:
+        self._timeline.retried(command.role, command.reason)
+
+    def _note_migration(self, command: ev.NoteMigration) -> None:
+        self._services.metrics.migrations.labels(command.reason, command.outcome).inc()
+
+    def _stop(self, end: ev.End) -> None:
+        """End the request for the client."""
+        self._due_timer.close()
+        if self._notes is not None:
+            self._services.metrics.running.dec()
+            self._record_end(end, self._notes.record)
+        if end.finish is not None:
+            self._answer.rest()
+            self._answer.finish(self._answer.stopped or end.finish)
+        self._conclude(end)
+
+    def _conclude(self, end: ev.End) -> None:
+        self._end = end
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _record_end(self, end: ev.End, record: ServiceRecord) -> None:
+        error = end.error
+        if end.finish is not None and end.finish.reason != types_pb2.FINISH_REASON_ABORTED:
+            record.ended(self._answer.num_tokens)
+        elif end.finish is None and self._deadline.remaining_s() <= CLOCKS_DIFFER_S:
+            # The deadline ends the request, even if the client's end of the call noticed first.
+            record.cut_off()
+        if isinstance(error, CapacityError | UnavailableError):
+            error.retry_after_s = self._services.admission.retry_after_s(error, self._request)
+
+    _RUN: ClassVar[Mapping[type[ev.Command], Callable[[Any, Any], None]]] = {
+        ev.Reserve: _reserve,
+        ev.OpenPrefill: _open_prefill,
+        ev.OpenDecode: _open_decode,
+        ev.Send: _send,
+        ev.Close: _close,
+        ev.Release: _release,
+        ev.MarkLost: _mark_lost,
+        ev.CheckLink: _check_link,
+        ev.SearchPrefill: _search_prefill,
+        ev.SearchDecode: _search_decode,
+        ev.SearchPair: _search_pair,
+        ev.Emit: _emit,
+        ev.EmitScores: _emit_scores,
+        ev.Note: _note,
+        ev.NoteRetry: _note_retry,
+        ev.NoteMigration: _note_migration,
+        ev.End: _stop,
+    }
+
+
+def _found(number: int, worker: Booking | None, *, has_started_over: bool = False) -> ev.Event:
+    if worker is None:
+        return ev.SearchFailed(number)
+    return ev.WorkerFound(number, worker, has_started_over)

@@ -58,6 +58,10 @@ class Booking:
     num_beside: int = 0  # requests on the pool when decoding began, including this one
 
     @property
+    def address(self) -> str:
+        return self.worker.address
+
+    @property
     def is_outlived(self) -> bool:
         """Return whether the worker has restarted since the booking."""
         return self.worker.incarnation != self.incarnation

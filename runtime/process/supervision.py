@@ -159,3 +159,14 @@ async def _with_signals(name: str, run: Callable[[StopSignal], Awaitable[None]])
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a TaskGroup whose first BatonError is raised directly, not in an exception group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failures:
+        known = failures.subgroup(BatonError)
+        raise first_leaf(failures if known is None else known) from None

@@ -20,9 +20,9 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
 from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
+from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel
 from router.request.validate import PriorityLimits
-from router.request.worker_stream import FlowLimits
 from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenizer import TextTokenizer
@@ -227,8 +227,6 @@ def request_tasks() -> list[str]:
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
     kinds = (
         "RequestFlow.",
-        "PrefillStream.",
-        "DecodeStream.",
         "RouterCall._serve",
         "_StreamRequestMixin.",
     )

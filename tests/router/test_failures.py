@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from protos import generation_pb2, types_pb2
-from router.request import streams
+from router.request import search
 from router.workers.worker import WorkerRole
 from runtime.errors import (
     CapacityError,
@@ -417,11 +417,11 @@ async def test_a_pool_may_commit_during_the_search_for_another_prefill_worker(
 ) -> None:
     """No prefill worker is needed any more: the search ends without ending the request or sending
     the pool a second offer."""
-    monkeypatch.setattr(streams, "RETRY_PAUSE_S", 60.0)  # longer than the test looks
+    monkeypatch.setattr(search, "RETRY_PAUSE_S", 60.0)  # longer than the test looks
     prefill = (workers.p0,) if is_alone else (workers.p0, workers.p1)
 
     def searches() -> list[str]:
-        return [name for name in request_tasks() if name.startswith("PrefillStream.")]
+        return [name for name in request_tasks() if name == "RequestFlow._report"]
 
     async def commit(_: types_pb2.EngineRequest) -> None:
         await eventually(lambda: workers.d0.sources_lost, "the word that the source is lost")

@@ -6,10 +6,11 @@ from dataclasses import replace
 import grpc
 
 from protos import prefill_pb2, worker_pb2
-from router.request.worker_stream import Ended, Received, WorkerStream
+from router.request.events import Received, StreamEnded
+from router.request.worker_stream import WorkerStream
 from router.workers.discovery import StaticSource
 from router.workers.worker import Worker, WorkerRole
-from runtime.errors import UnavailableError
+from runtime.errors import PeerLostError, UnavailableError
 from tests.router.harness import (
     FACTS,
     FLOW_LIMITS,
@@ -58,17 +59,21 @@ async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     worker = Worker(WorkerRole.PREFILL, "h:1", channel, lambda: None, lambda: None)
     await channel.close()
-    delivered: asyncio.Queue[Received | Ended] = asyncio.Queue()
+    delivered: asyncio.Queue[Received | StreamEnded] = asyncio.Queue()
     async with asyncio.timeout(30):
         stream = WorkerStream.open(
-            worker, worker.prefill_calls.current(), prefill_pb2.PrefillInput(), delivered.put_nowait
+            7,
+            worker,
+            worker.prefill_calls.current(),
+            prefill_pb2.PrefillInput(),
+            delivered.put_nowait,
         )
         assert worker.is_in_use
         ended = await delivered.get()
         stream.close()
-    assert isinstance(ended, Ended)
-    assert ended.stream is stream
-    assert ended.lost
+    assert isinstance(ended, StreamEnded)
+    assert ended.number == 7
+    assert isinstance(ended.error, PeerLostError)
     assert not worker.is_in_use
 
 

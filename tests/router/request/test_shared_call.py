@@ -125,6 +125,7 @@ async def test_unread_scores_stay_on_the_worker(
     prefill, (pool,) = cluster()
     prefill.scored_chunks = (1,) * 100
     may_go, passed = asyncio.Event(), list[int]()
+    monkeypatch.setattr(ResponseQueue, "has_room", False)
 
     async def room(_: ResponseQueue) -> None:
         await may_go.wait()

@@ -1,0 +1,111 @@
+"""The searches for another worker or pair, for a request whose worker failed."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from router.request.events import SearchDecode, SearchPrefill
+from router.request.retries import FlowLimits
+from router.request.validate import AdmissibleRequest
+from router.workers.directory import Directory, WorkerPair
+from router.workers.worker import Booking
+from runtime.clock import Deadline, LoopClock
+
+RETRY_PAUSE_S = 0.05
+MAX_RETRY_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class WorkerSearch:
+    """The searches of one request. Each ends after the time that a worker may take to return."""
+
+    directory: Directory
+    limits: FlowLimits
+    request: AdmissibleRequest
+
+    async def prefill(self, command: SearchPrefill, pool: Booking) -> Booking | None:
+        """Book a prefill worker for the pool; return None if there was none in time."""
+        await asyncio.sleep(RETRY_PAUSE_S)
+        return await self._until(
+            lambda: self.directory.book_prefill(
+                self.request.prompt,
+                pool,
+                tried=command.tried,
+                context_tokens=self.request.context_tokens,
+            ),
+            self._restart_estimate_s,
+        )
+
+    async def decode(self, command: SearchDecode) -> tuple[Booking | None, bool]:
+        """Book a decode pool, or None; return as well whether the search started over.
+
+        It starts over with all pools when each has refused. The time for that is longer if the
+        pools are alive and only full.
+        """
+        booking = self._book_decode(command, command.tried)
+        if booking is not None:
+            return booking, False
+        is_full = command.is_full and self.directory.has_decode(
+            command.compatibility, self.request.context_tokens
+        )
+        timeout_s = self.limits.capacity_wait_s if is_full else self._restart_estimate_s
+        timeout_s = Deadline(LoopClock(), command.since_s + timeout_s).remaining_s()
+        if timeout_s <= 0:
+            return None, True
+        await self._pause()
+        return await self._until(lambda: self._book_decode(command, frozenset()), timeout_s), True
+
+    async def pair(self, lost: Booking) -> WorkerPair | None:
+        """Book a pair in place of the one whose pool is lost, or return None.
+
+        The search takes longer while a compatible pair exists and is only full.
+        """
+        await asyncio.sleep(RETRY_PAUSE_S)
+        context_tokens = self.request.context_tokens
+        clock = LoopClock()
+        began_s = clock.now()
+        while True:
+            pair = self.directory.place_again(
+                self.request.prompt, lost.compatibility, lost.worker.address, context_tokens
+            )
+            if pair is not None:
+                return pair
+            is_full = self.directory.has_pair(lost.compatibility, context_tokens)
+            timeout_s = self.limits.capacity_wait_s if is_full else self._restart_estimate_s
+            deadline = Deadline(clock, began_s + timeout_s)
+            if deadline.is_over:
+                return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline.remaining_s()):
+                    await self.directory.changed()
+
+    @property
+    def _restart_estimate_s(self) -> float:
+        """Return how long to wait for a lost worker: at least as long as it took to start."""
+        return max(self.limits.peer_wait_s, self.directory.restart_estimate_s)
+
+    def _book_decode(self, command: SearchDecode, tried: frozenset[str]) -> Booking | None:
+        return self.directory.book_decode(
+            self.request.prompt,
+            command.compatibility,
+            tried=tried,
+            context_tokens=self.request.context_tokens,
+        )
+
+    async def _until(
+        self, attempt: Callable[[], Booking | None], timeout_s: float
+    ) -> Booking | None:
+        """Return the first booking of `attempt` within `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.directory.until(attempt)
+        except TimeoutError:
+            return None
+
+    async def _pause(self) -> None:
+        """Wait until the pools may have changed."""
+        await asyncio.sleep(RETRY_PAUSE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAX_RETRY_PAUSE_S):
+                await self.directory.changed()
