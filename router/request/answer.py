@@ -2,9 +2,7 @@
 
 `Output` turns tokens into ids, text up to a stop string, logprobs and usage. `Answer` sends them as
 chunks and one finish. `ResponseQueue` joins the chunks for a client that is slower than its pool,
-and ends the request of a client that does not read. If another router began the response, the
-tokens that the client has are validated before any work and fed to the output, so that the
-continuation is the same.
+and ends the request of a client that does not read.
 """
 
 import asyncio
@@ -15,14 +13,11 @@ from typing import Self
 from protos import generation_pb2, types_pb2
 from router.request.service_times import Timeline
 from router.text.detokenizer import Detokenizer, StopMatcher
-from router.text.model_facts import ModelLimits
 from runtime.clock import Deadline, LoopClock
-from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
+from runtime.errors import RequestAborted
 
 MAX_UNREAD = 64  # messages
 MAX_JOINED = 256  # tokens per message
-MAX_COMPATIBILITY_CHARS = 256
-FED_AT_ONCE = 256  # tokens; other requests run between two batches
 
 
 class Output:
@@ -337,96 +332,3 @@ def _join(chunk: generation_pb2.GenerateChunk, more: generation_pb2.GenerateChun
     chunk.text += more.text
     chunk.usage.CopyFrom(more.usage)
     return True
-
-
-def resumed_violations(
-    request: generation_pb2.GenerateRequest, facts: ModelLimits
-) -> Iterable[FieldViolation]:
-    """Yield the violations of `resumed` that can be found without the prompt."""
-    num_choices = request.n if request.HasField("n") else 1
-    if len(request.resumed) > num_choices:
-        yield FieldViolation(
-            "resumed",
-            f"has {len(request.resumed)} entries, the limit is one per choice: {num_choices}",
-        )
-        return
-    if len(request.resumed_from) > len(request.resumed):
-        yield FieldViolation(
-            "resumed_from",
-            f"has {len(request.resumed_from)} entries, the limit is one per entry of "
-            f"resumed: {len(request.resumed)}",
-        )
-    for index, name in enumerate(request.resumed_from):
-        if len(name) > MAX_COMPATIBILITY_CHARS:
-            yield FieldViolation(
-                f"resumed_from[{index}]",
-                f"has {len(name)} characters, the limit is {MAX_COMPATIBILITY_CHARS}",
-            )
-    for index, choice in enumerate(request.resumed):
-        if len(choice.ids) > facts.max_context_tokens:
-            yield FieldViolation(
-                f"resumed[{index}].ids",
-                f"has {len(choice.ids)} tokens, the maximum context length "
-                f"is {facts.max_context_tokens}",
-            )
-        elif choice.ids and max(choice.ids) >= facts.vocab_size:
-            place, token_id = next(
-                (i, token_id)
-                for i, token_id in enumerate(choice.ids)
-                if token_id >= facts.vocab_size
-            )
-            yield FieldViolation(
-                f"resumed[{index}].ids[{place}]",
-                f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens",
-            )
-
-
-def too_many_resumed(
-    request: generation_pb2.GenerateRequest, max_tokens: int
-) -> Iterable[FieldViolation]:
-    """Yield a violation for each choice that resumes more tokens than the response may have."""
-    for index, choice in enumerate(request.resumed):
-        if len(choice.ids) > max_tokens:
-            yield FieldViolation(
-                f"resumed[{index}].ids",
-                f"has {len(choice.ids)} tokens, more than the {max_tokens} "
-                "that the response may have",
-            )
-
-
-async def feed(
-    output: Output, token_ids: Sequence[int], engine: types_pb2.EngineRequest, index: int
-) -> None:
-    """Feed the output of choice `index` with the tokens that its client has.
-
-    Raises:
-        InvalidRequestError: the response ends before the last of these tokens.
-    """
-    for start in range(0, len(token_ids), FED_AT_ONCE):
-        output.add(types_pb2.TokenChunk(token_ids=token_ids[start : start + FED_AT_ONCE]))
-        if output.stop_string is not None:
-            break
-        await asyncio.sleep(0)
-    stops = frozenset(engine.stop_token_ids)
-    stopped = (place + 1 for place, token_id in enumerate(token_ids) if token_id in stops)
-    length = min(output.num_tokens, next(stopped, len(token_ids)))
-    if length < len(token_ids):
-        raise InvalidRequestError(
-            FieldViolation(
-                f"resumed[{index}].ids[{length}]",
-                "follows the end of the response: a stop string or token",
-            )
-        )
-
-
-def finish_of(
-    token_ids: Sequence[int], engine: types_pb2.EngineRequest
-) -> generation_pb2.GenerateFinish | None:
-    """Return how a response of these tokens ended, stop strings aside; None while it goes on."""
-    if token_ids and token_ids[-1] in engine.stop_token_ids:
-        return generation_pb2.GenerateFinish(
-            reason=types_pb2.FINISH_REASON_STOP, stop_token_id=token_ids[-1]
-        )
-    if len(token_ids) >= engine.max_tokens:
-        return generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_LENGTH)
-    return None

@@ -129,7 +129,7 @@ class CommandFailed:
     error: Exception
 
 
-Event = (
+RequestEvent = (
     Arrived
     | PairPlaced
     | NotAdmitted

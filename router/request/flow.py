@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 from protos import decode_pb2, prefill_pb2, types_pb2
 from router.request import events as ev
 from router.request.admission import Admission
-from router.request.answer import Answer, finish_of
+from router.request.answer import Answer
 from router.request.machine import RequestMachine
 from router.request.notes import RequestNotes, booking_of
+from router.request.resumption import finish_of
 from router.request.retries import FlowLimits
 from router.request.search import WorkerSearch
 from router.request.service_times import ServiceRecord, ServiceTimeModel
@@ -73,9 +74,11 @@ class RequestFlow:
         self._due_timer = DueTimer(lambda: self._happened(ev.ReplyOverdue()))
         self._streams: dict[int, PrefillStream | DecodeStream] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._events: deque[ev.Event] = deque()  # while another one is handled
+        self._events: deque[ev.RequestEvent] = deque()  # while another one is handled
         self._is_handling = False
-        self._unread: deque[ev.Event] | None = None  # while prompt scores wait for the client
+        self._unread: deque[ev.RequestEvent] | None = (
+            None  # while prompt scores wait for the client
+        )
         self._notes: RequestNotes | None = None  # once a pair is booked
         self._end: ev.End | None = None
         self._ended = self._loop.create_future()
@@ -132,7 +135,7 @@ class RequestFlow:
         else:
             self._context.copy().run(self._happened, event)
 
-    def _happened(self, event: ev.Event) -> None:
+    def _happened(self, event: ev.RequestEvent) -> None:
         """Handle an event, after those that are being handled. Raises nothing."""
         if self._unread is not None and isinstance(
             event, ev.Received | ev.StreamEnded | ev.ReplyOverdue
@@ -147,7 +150,7 @@ class RequestFlow:
             self._handle(self._events.popleft())
         self._is_handling = False
 
-    def _queue(self, unread: deque[ev.Event], event: ev.Event) -> None:
+    def _queue(self, unread: deque[ev.RequestEvent], event: ev.RequestEvent) -> None:
         """Queue an event of a worker; end the stream instead if too many are queued."""
         if len(unread) < MAX_QUEUED or not isinstance(event, ev.Received):
             unread.append(event)
@@ -157,7 +160,7 @@ class RequestFlow:
             lost = stream.lost("it sent more than could be handled")
             unread.append(ev.StreamEnded(event.number, lost))
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle(self, event: ev.RequestEvent) -> None:
         try:
             try:
                 commands = self._machine.on(event, self._loop.time())
@@ -290,21 +293,21 @@ class RequestFlow:
         self._happened(ev.LinkChecked(command.number, is_fed))
 
     def _search_prefill(self, command: ev.SearchPrefill) -> None:
-        async def search() -> ev.Event:
+        async def search() -> ev.RequestEvent:
             worker = await self._search.prefill(command, booking_of(command.pool))
             return _found(command.number, worker)
 
         self._start(command.number, self._report(search()))
 
     def _search_decode(self, command: ev.SearchDecode) -> None:
-        async def search() -> ev.Event:
+        async def search() -> ev.RequestEvent:
             worker, has_started_over = await self._search.decode(command)
             return _found(command.number, worker, has_started_over=has_started_over)
 
         self._start(command.number, self._report(search()))
 
     def _search_pair(self, command: ev.SearchPair) -> None:
-        async def search() -> ev.Event:
+        async def search() -> ev.RequestEvent:
             pair = await self._search.pair(booking_of(command.lost))
             if pair is None:
                 return ev.SearchFailed(command.number)
@@ -312,7 +315,7 @@ class RequestFlow:
 
         self._start(command.number, self._report(search()))
 
-    async def _report(self, search: Coroutine[Any, Any, ev.Event]) -> None:
+    async def _report(self, search: Coroutine[Any, Any, ev.RequestEvent]) -> None:
         try:
             self._happened(await search)
         except Exception as error:  # noqa: BLE001 - it ends this request only
@@ -422,7 +425,9 @@ class RequestFlow:
     }
 
 
-def _found(number: int, worker: Booking | None, *, has_started_over: bool = False) -> ev.Event:
+def _found(
+    number: int, worker: Booking | None, *, has_started_over: bool = False
+) -> ev.RequestEvent:
     if worker is None:
         return ev.SearchFailed(number)
     return ev.WorkerFound(number, worker, has_started_over)

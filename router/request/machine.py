@@ -49,7 +49,6 @@ from router.request.events import (
     CommandFailed,
     DeadlinePassed,
     End,
-    Event,
     LinkChecked,
     MarkLost,
     NotAdmitted,
@@ -59,13 +58,14 @@ from router.request.events import (
     PairPlaced,
     Received,
     ReplyOverdue,
+    RequestEvent,
     Reserve,
     SearchFailed,
     SearchPair,
     StreamEnded,
     WorkerFound,
 )
-from router.request.pair import Joined, Outcome, PoolLost, Progress, RequestPair
+from router.request.pair import Joined, PairOutcome, PoolLost, RequestPair, ResponseProgress
 from router.request.retries import FlowLimits, MoveReason, move_reason
 from router.request.transitions import (
     REQUEST_TRANSITIONS,
@@ -108,7 +108,7 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         super().__init__(REQUEST_TRANSITIONS, RequestState.NEW)
         self._limits = limits
         self._timeout_s = timeout_s
-        self._progress = Progress(
+        self._progress = ResponseProgress(
             list(resumed),
             types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None,
             is_resumed=bool(resumed),
@@ -135,7 +135,7 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         due = None if self._pair is None else self._pair.pool.due
         return None if due is None else due.at_s
 
-    def on(self, event: Event, now_s: float) -> list[Command]:
+    def on(self, event: RequestEvent, now_s: float) -> list[Command]:
         """Handle an event; return what to do, in order.
 
         `now_s` is the time of any clock that never goes back. Events of streams and searches that
@@ -193,7 +193,7 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
             raise IllegalEventError(f"admission refused a request in state {self.state.value}")
         raise event.error
 
-    def _reached(self, pair: RequestPair, outcome: Outcome) -> None:
+    def _reached(self, pair: RequestPair, outcome: PairOutcome) -> None:
         if isinstance(outcome, PoolLost):
             self._migrate(pair, outcome)
         elif isinstance(outcome, Joined):
@@ -265,10 +265,10 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
             self._out.put(NoteMigration(self._migration.reason.value, outcome))
             self._migration = None
 
-    def _dropped(self, _: Event, __: float) -> None:
+    def _dropped(self, _: RequestEvent, __: float) -> None:
         """Drop an event of something that was closed."""
 
-    _HANDLERS: ClassVar[Mapping[type[Event], Callable[[Any, Any, float], None]]] = {
+    _HANDLERS: ClassVar[Mapping[type[RequestEvent], Callable[[Any, Any, float], None]]] = {
         Arrived: _arrived,
         PairPlaced: _placed,
         NotAdmitted: _not_admitted,

@@ -11,7 +11,6 @@ from router.request.events import (
     Emit,
     EmitScores,
     End,
-    Event,
     LinkChecked,
     Milestone,
     Note,
@@ -20,6 +19,7 @@ from router.request.events import (
     PairPlaced,
     Received,
     ReplyOverdue,
+    RequestEvent,
     SearchFailed,
     StreamEnded,
     WorkerFound,
@@ -49,7 +49,7 @@ DecodeEvent = decode_pb2.DecodeEvent
 
 
 @dataclass(slots=True)
-class Progress:
+class ResponseProgress:
     """The output that the client has; it outlives a pair.
 
     `is_resumed`: another router began the response.
@@ -77,18 +77,18 @@ class Joined:
     """The pool has the whole prompt."""
 
 
-Outcome = PoolLost | Joined | End | None
+PairOutcome = PoolLost | Joined | End | None
 
 
 class RequestPair:
     """A request on one pair of workers.
 
-    Event handlers return an outcome if the request has reached one, and raise the BatonError that
+    Handlers return an outcome if the request has reached one, and raise the BatonError that
     ends the request.
     """
 
     def __init__(
-        self, placed: PairPlaced, progress: Progress, limits: FlowLimits, out: Outbox
+        self, placed: PairPlaced, progress: ResponseProgress, limits: FlowLimits, out: Outbox
     ) -> None:
         self.source = RequestSource(placed.source, limits.prefill_attempts, out)
         self.pool = RequestReservation(placed.pool, progress.token_ids[1:], limits, out)
@@ -114,7 +114,7 @@ class RequestPair:
         self._note(Milestone.MOVED)
         self.close()
 
-    def received(self, event: Received, now_s: float) -> Outcome:
+    def received(self, event: Received, now_s: float) -> PairOutcome:
         """Handle a message; drop it if its stream was closed."""
         number, message = event
         if number == self.pool.number and isinstance(message, DecodeEvent):
@@ -180,7 +180,7 @@ class RequestPair:
             self._note(Milestone.DESTINATION)
             self.source.deliver_to(message.destination)
 
-    def _committed(self, message: DecodeEvent, _: float) -> Outcome:
+    def _committed(self, message: DecodeEvent, _: float) -> PairOutcome:
         self._check_position(message)
         if self._progress.first_token is None:
             raise IllegalEventError("a pool committed before any worker sampled a first token")
@@ -189,7 +189,7 @@ class RequestPair:
         self.source.joined()
         return Joined()
 
-    def _computes_rest(self, message: DecodeEvent, _: float) -> Outcome:
+    def _computes_rest(self, message: DecodeEvent, _: float) -> PairOutcome:
         self._check_position(message)
         self.pool.computes_rest()
         self.source.close()
@@ -204,7 +204,7 @@ class RequestPair:
             self._progress.first_token = types_pb2.TokenChunk(token_ids=tokens.token_ids[:1])
         self._emit(tokens, is_decoded=True)
 
-    def _finished(self, message: DecodeEvent, _: float) -> Outcome:
+    def _finished(self, message: DecodeEvent, _: float) -> PairOutcome:
         self._check_position(message)
         self.pool.finished()
         self._note(Milestone.FINISHED, message)
@@ -228,7 +228,7 @@ class RequestPair:
 
     # Failures.
 
-    def stream_ended(self, event: StreamEnded, now_s: float) -> Outcome:
+    def stream_ended(self, event: StreamEnded, now_s: float) -> PairOutcome:
         """Handle the end of a stream: replace the worker, or give the pair up."""
         if event.number == self.source.number:
             if self.source.state is not SourceState.RELEASED:
@@ -239,7 +239,7 @@ class RequestPair:
             return self._pool_failed(event.error or early, now_s)
         return None
 
-    def reply_overdue(self, _: ReplyOverdue, now_s: float) -> Outcome:
+    def reply_overdue(self, _: ReplyOverdue, now_s: float) -> PairOutcome:
         """Handle the absence of a reply that the pool owes."""
         if self.pool.due is None or self.source.state is SourceState.LINK_FAILED:
             return None
@@ -251,7 +251,7 @@ class RequestPair:
             return None
         return self._pool_failed(self.pool.overdue(), now_s)
 
-    def link_checked(self, event: LinkChecked, _: float) -> Outcome:
+    def link_checked(self, event: LinkChecked, _: float) -> PairOutcome:
         """Replace the prefill worker if the pool has another source, else give the pair up."""
         error = self.source.error
         if event.number != self.source.number or error is None:
@@ -292,7 +292,7 @@ class RequestPair:
         self.source.fail(error, self.pool.worker)
         self._out.put(NoteRetry(WorkerRole.PREFILL, error.reason))
 
-    def _pool_failed(self, error: BatonError, now_s: float) -> Outcome:
+    def _pool_failed(self, error: BatonError, now_s: float) -> PairOutcome:
         if self.pool.is_held:
             return PoolLost(self.pool.worker, error, error.reason)
         if self.pool.state is PoolState.ASKED:
@@ -312,7 +312,7 @@ class RequestPair:
     ) -> None:
         self._out.put(Note(milestone, self.source.worker, self.pool.worker, message))
 
-    HANDLERS: ClassVar[Mapping[type[Event], Callable[[Any, Any, float], Outcome]]] = {
+    HANDLERS: ClassVar[Mapping[type[RequestEvent], Callable[[Any, Any, float], PairOutcome]]] = {
         Received: received,
         StreamEnded: stream_ended,
         ReplyOverdue: reply_overdue,
@@ -320,13 +320,13 @@ class RequestPair:
         WorkerFound: found,
         SearchFailed: search_failed,
     }
-    _PREFILL_HANDLERS: ClassVar[Mapping[str | None, Callable[[Any, Any, float], Outcome]]] = {
+    _PREFILL_HANDLERS: ClassVar[Mapping[str | None, Callable[[Any, Any, float], PairOutcome]]] = {
         "started": _started,
         "scored": _scored,
         "first_token": _computed,
         "sent": _sent,
     }
-    _DECODE_HANDLERS: ClassVar[Mapping[str | None, Callable[[Any, Any, float], Outcome]]] = {
+    _DECODE_HANDLERS: ClassVar[Mapping[str | None, Callable[[Any, Any, float], PairOutcome]]] = {
         "destination": _destination,
         "committed": _committed,
         "local": _computes_rest,

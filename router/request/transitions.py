@@ -92,9 +92,9 @@ class PoolStep(StrEnum):
 
 StateT = TypeVar("StateT", RequestState, SourceState, PoolState)
 StepT = TypeVar("StepT", RequestStep, SourceStep, PoolStep)
-Table = Mapping[tuple[StateT, StepT], StateT]
+Transitions = Mapping[tuple[StateT, StepT], StateT]
 
-REQUEST_TRANSITIONS: Table[RequestState, RequestStep] = {
+REQUEST_TRANSITIONS: Transitions[RequestState, RequestStep] = {
     (RequestState.NEW, RequestStep.ARRIVE): RequestState.ADMITTING,
     (RequestState.ADMITTING, RequestStep.PLACE): RequestState.SERVING,
     (RequestState.SERVING, RequestStep.MIGRATE): RequestState.MIGRATING,
@@ -107,7 +107,7 @@ REQUEST_TRANSITIONS: Table[RequestState, RequestStep] = {
 }
 
 _ATTEMPT = (SourceState.QUEUED, SourceState.COMPUTING, SourceState.COMPUTED)
-SOURCE_TRANSITIONS: Table[SourceState, SourceStep] = {
+SOURCE_TRANSITIONS: Transitions[SourceState, SourceStep] = {
     (SourceState.BOOKED, SourceStep.OPEN): SourceState.QUEUED,
     (SourceState.QUEUED, SourceStep.STARTED): SourceState.COMPUTING,
     (SourceState.COMPUTING, SourceStep.SCORED): SourceState.COMPUTING,
@@ -126,7 +126,7 @@ SOURCE_TRANSITIONS: Table[SourceState, SourceStep] = {
     **{(state, SourceStep.CLOSE): SourceState.CLOSED for state in SourceState},
 }
 
-POOL_TRANSITIONS: Table[PoolState, PoolStep] = {
+POOL_TRANSITIONS: Transitions[PoolState, PoolStep] = {
     (PoolState.BOOKED, PoolStep.ASK): PoolState.ASKED,
     (PoolState.ASKED, PoolStep.DECLINE): PoolState.BOOKED,
     (PoolState.ASKED, PoolStep.LOCAL): PoolState.DECODING,
@@ -150,8 +150,8 @@ class IllegalEventError(Exception):
 class Stateful(Generic[StateT, StepT]):
     """An object with a state that changes as a table allows."""
 
-    def __init__(self, table: Table[StateT, StepT], first: StateT) -> None:
-        self._table: Table[StateT, StepT] = table
+    def __init__(self, table: Transitions[StateT, StepT], first: StateT) -> None:
+        self._table: Transitions[StateT, StepT] = table
         self.state: StateT = first
 
     def move(self, step: StepT) -> None:

@@ -14,8 +14,8 @@ from typing import Annotated, Self
 from pydantic import AfterValidator
 
 from protos import generation_pb2, types_pb2
-from router.request.answer import resumed_violations, too_many_resumed
 from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
+from router.request.resumption import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenizer import TextTokenizer
 from router.workers.prefix_index import RoutedPrompt, prompt_of

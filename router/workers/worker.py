@@ -130,9 +130,7 @@ class Worker:
     on_load: Callable[[], None]  # called instead of `on_change` if only load or bookings changed
     clock: Clock = field(default_factory=SystemClock)
     index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's index of all workers
-    identity: Callable[[], object] = lambda: (
-        None
-    )  # credentials that the channel shows to the worker
+    identity: Callable[[], object] = lambda: None  # credentials that the channel shows
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
     mismatch: str = ""  # why its info rules the worker out; empty if it does not
@@ -195,10 +193,7 @@ class Worker:
         return not self.problem and self.is_listed
 
     def stand_in_for(self, address: str) -> bool:
-        """Use this worker by `address` instead of its own; an empty address restores its own.
-
-        Returns whether that is a change.
-        """
+        """Use this worker by `address`, or by its own if empty; return whether that is a change."""
         if self.same_as == address:
             return False
         self.same_as = address

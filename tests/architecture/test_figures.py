@@ -394,7 +394,7 @@ WORDS = [
     (
         OPERATIONS,
         "at least four seconds",
-        "router/request/worker_stream.py:FlowLimits.peer_wait_s",
+        "router/request/retries.py:FlowLimits.peer_wait_s",
         4,
     ),
     (OPERATIONS, "three times at most", f"{ROUTER}:RouterConfig.prefill_attempts", 3),
