@@ -168,7 +168,7 @@ class RequestPair:
         )
 
     def _sent(self, _: PrefillEvent, now_s: float) -> None:
-        self.source.move(SourceStep.SENT)
+        self.source.sent()
         self.pool.expect_commit(now_s)
 
     # Messages of the decode pool.
@@ -241,7 +241,7 @@ class RequestPair:
 
     def reply_overdue(self, _: ReplyOverdue, now_s: float) -> PairOutcome:
         """Handle the absence of a reply that the pool owes."""
-        if self.pool.due is None or self.source.state is SourceState.LINK_FAILED:
+        if self.pool.due is None:
             return None
         if self.pool.lacks_first_token:
             error = PeerLostError(
@@ -281,6 +281,7 @@ class RequestPair:
                 raise half.error
 
     def _source_failed(self, error: BatonError) -> None:
+        self.pool.lose_source()
         if isinstance(error, HandoffError):
             number = self.source.lose_link(error)
             self._out.put(CheckLink(number, self.source.worker, self.pool.worker))
@@ -288,7 +289,6 @@ class RequestPair:
             self._replace_source(error)
 
     def _replace_source(self, error: BatonError) -> None:
-        self.pool.lose_source()
         self.source.fail(error, self.pool.worker)
         self._out.put(NoteRetry(WorkerRole.PREFILL, error.reason))
 

@@ -15,7 +15,13 @@ from router.request.events import (
     Send,
 )
 from router.request.retries import FlowLimits, is_suspect, may_retry
-from router.request.transitions import POOL_TRANSITIONS, PoolState, PoolStep, Stateful
+from router.request.transitions import (
+    POOL_TRANSITIONS,
+    IllegalEventError,
+    PoolState,
+    PoolStep,
+    Stateful,
+)
 from runtime.errors import BatonError, CapacityError, PeerLostError
 
 
@@ -46,6 +52,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         self._first_token: types_pb2.TokenChunk | None = None
         # Counts offers on the current stream. Destination terms carry the epoch of their offer.
         self._num_offers = 0
+        self._epoch = -1  # of the latest destination terms on the current stream
         self._tried: frozenset[str] = frozenset()
         self._refused_since_s: float | None = None
 
@@ -112,9 +119,15 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
 
         They do not if they reply to an offer that was overtaken, or if their source is lost. A
         replacement that still queues gets terms of its own when it has started.
+
+        Raises:
+            IllegalEventError: the terms are of no offer, or not newer than the latest ones.
         """
+        if not self._epoch < destination.epoch < self._num_offers:
+            raise IllegalEventError(f"a pool sent destination terms of epoch {destination.epoch}")
         is_first = self.state is PoolState.OFFERED
         self.move(PoolStep.DESTINATION)
+        self._epoch = destination.epoch
         if is_first and self._first_token is not None:
             self._send(decode_pb2.DecodeInput(first_token=self._first_token))
         if is_first and self._source is None:
@@ -203,6 +216,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         self.number = self._out.number()
         self._out.put(OpenDecode(self.number, self.worker, self._source, self._replayed))
         self._num_offers = 0
+        self._epoch = -1
         self._expect_destination(now_s)
 
     def _leave(self) -> None:

@@ -12,7 +12,13 @@ from router.request.events import (
     Send,
 )
 from router.request.retries import is_suspect, may_retry
-from router.request.transitions import SOURCE_TRANSITIONS, SourceState, SourceStep, Stateful
+from router.request.transitions import (
+    SOURCE_TRANSITIONS,
+    IllegalEventError,
+    SourceState,
+    SourceStep,
+    Stateful,
+)
 from runtime.errors import BatonError
 
 
@@ -26,6 +32,7 @@ class RequestSource(Stateful[SourceState, SourceStep]):
         self.error: BatonError | None = None  # of the latest failed attempt
         self._max_attempts = max_attempts
         self._attempts = 1
+        self._has_destination = False  # of the current attempt
         self._tried: frozenset[str] = frozenset()
         self._out = out
 
@@ -36,7 +43,18 @@ class RequestSource(Stateful[SourceState, SourceStep]):
 
     def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
         """Send the terms of the pool's reservation to the worker."""
+        self._has_destination = True
         self._out.put(Send(self.number, prefill_pb2.PrefillInput(destination=destination)))
+
+    def sent(self) -> None:
+        """Record that every byte has left.
+
+        Raises:
+            IllegalEventError: the worker was not told where to send them.
+        """
+        if not self._has_destination:
+            raise IllegalEventError("a worker sent a prompt without destination terms")
+        self.move(SourceStep.SENT)
 
     def computed(self) -> None:
         """Record the first token: the prompt no longer queues on the worker."""
@@ -91,6 +109,7 @@ class RequestSource(Stateful[SourceState, SourceStep]):
             self._out.put(Release(self.worker))
 
     def _open(self) -> None:
+        self._has_destination = False
         self.number = self._out.number()
         self._out.put(OpenPrefill(self.number, self.worker))
 

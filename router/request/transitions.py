@@ -123,7 +123,11 @@ SOURCE_TRANSITIONS: Transitions[SourceState, SourceStep] = {
         for state in (*_ATTEMPT, SourceState.LINK_FAILED)
     },
     (SourceState.SEARCHING, SourceStep.FOUND): SourceState.QUEUED,
-    **{(state, SourceStep.CLOSE): SourceState.CLOSED for state in SourceState},
+    **{
+        (state, SourceStep.CLOSE): SourceState.CLOSED
+        for state in SourceState
+        if state is not SourceState.CLOSED
+    },
 }
 
 POOL_TRANSITIONS: Transitions[PoolState, PoolStep] = {
@@ -139,7 +143,11 @@ POOL_TRANSITIONS: Transitions[PoolState, PoolStep] = {
     (PoolState.RESERVED, PoolStep.COMMITTED): PoolState.DECODING,
     (PoolState.DECODING, PoolStep.TOKENS): PoolState.DECODING,
     (PoolState.DECODING, PoolStep.FINISHED): PoolState.FINISHED,
-    **{(state, PoolStep.CLOSE): PoolState.CLOSED for state in PoolState},
+    **{
+        (state, PoolStep.CLOSE): PoolState.CLOSED
+        for state in PoolState
+        if state is not PoolState.CLOSED
+    },
 }
 
 

@@ -438,3 +438,19 @@ async def test_a_pool_may_commit_during_the_search_for_another_prefill_worker(
         assert workers.journal.events().count(Point.QUEUED) == 1
         assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
         await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", ["started", "first_token", "destination", "committed", "finished"])
+async def test_a_worker_that_repeats_itself_is_given_up(
+    workers: Workers, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second finish comes too late to matter."""
+    caplog.set_level(logging.INFO)
+    is_source = kind in {"started", "first_token"}
+    async with running_router(workers.p0, workers.p1, workers.d0, workers.d1) as router:
+        for worker in (workers.p0, workers.p1) if is_source else (workers.d0, workers.d1):
+            worker.repeats = kind
+        answer = await router.ask(token_request(PROMPT, max_tokens=5))
+        assert answer.token_ids == expected_tokens(PROMPT, 5)
+        assert bool(lost_streams(caplog)) is (kind != "finished")
+        await router.assert_nothing_left()

@@ -147,12 +147,20 @@ class FakeWorker(CachelessWorker):
         self.open_requests: list[str] = []
         self.refused: dict[str, int] = defaultdict(int)
         self.wire_version = WIRE_VERSION
+        self.repeats = ""  # kind of the event that the next request gets twice
         self.num_calls = 0  # that routers have open
         self._expired = Counter(
             "expired", "Waits that took too long.", registry=CollectorRegistry()
         )
         self._hooks: dict[Point, Hook] = {}
         self._server: GrpcServer | None = None
+
+    def copies(self, event: prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent) -> int:
+        """Return how often to send an event: twice if it is the one to repeat, but only once."""
+        if not self.repeats or event.WhichOneof("event") != self.repeats:
+            return 1
+        self.repeats = ""
+        return 2
 
     def at(self, point: Point, hook: Hook) -> None:
         """Run `hook` whenever a request reaches `point`; an error of it ends that request's
@@ -332,7 +340,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
                 call.events(item.inputs async for item in request_iterator)
             ) as batches:
                 async for events in batches:
-                    yield prefill_pb2.PrefillEvents(events=events)
+                    yield prefill_pb2.PrefillEvents(
+                        events=[event for event in events for _ in range(self.copies(event))]
+                    )
 
     async def _run(
         self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
@@ -441,7 +451,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                             event
                             for event in events
                             for _ in range(
-                                self.times_sent(event.position) if event.HasField("tokens") else 1
+                                self.times_sent(event.position)
+                                if event.HasField("tokens")
+                                else self.copies(event)
                             )
                         ]
                     )
