@@ -21,6 +21,7 @@ from pool.prefix.journal import PointJournal
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
+from router.workers.placement import PlacementRequest
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import block_names
 from runtime.observe.metrics import RouterMetrics
@@ -99,7 +100,9 @@ async def choice_s() -> dict[str, float]:
         taken["look_up_s"].append(
             taken_s(partial(index.depths, prompt.block_names(PAGE_SIZE, "m")))
         )
-        taken["place_s"].append(taken_s(partial(directory.place, prompt, PROMPT_TOKENS)))
+        taken["place_s"].append(
+            taken_s(partial(directory.placement.place, PlacementRequest(prompt, PROMPT_TOKENS)))
+        )
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 

@@ -16,11 +16,12 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
 from router.config import GenerationConfigUse, RouterConfig
-from router.request.admission import Admission, AdmissionLimits
+from router.request.admission import Admission
 from router.request.flow import Services
+from router.request.priorities import PriorityLimits
+from router.request.rejections import AdmissionLimits
 from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel
-from router.request.validate import PriorityLimits
 from router.text.model_facts import ModelLimits, ServedModel, load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
@@ -216,7 +217,7 @@ def _add_apis(
         OpenRcaService(generation.load, generation.counts), server.grpc
     )
     if config.vllm_engine:
-        _add_vllm_engine(server, generation, config.model, model, services.directory.index)
+        _add_vllm_engine(server, generation, config.model, model, services.directory.caches.prefill)
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from router.request.validate import DEFAULT_LIMITS, PriorityLimitField
+from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
 from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2
-from router.request.admission import Admission, AdmissionLimits
+from router.request.admission import Admission
 from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
+from router.request.rejections import AdmissionLimits
 from router.request.retries import FlowLimits
-from router.request.service_times import ServiceTimeModel, Timeline
+from router.request.service_times import ServiceTimeModel
+from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions

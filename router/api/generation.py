@@ -19,9 +19,10 @@ from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, w
 from router.api.load import RequestCounts, load_of
 from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
+from router.request.priorities import PriorityLimits
 from router.request.resumption import feed
-from router.request.service_times import Timeline
-from router.request.validate import AdmissibleRequest, PriorityLimits, admissible, resolved_sampling
+from router.request.timeline import Timeline
+from router.request.validate import AdmissibleRequest, admissible, resolved_sampling
 from router.text.model_facts import ModelLimits, ServedModel
 from router.workers.report import without_addresses
 from router.workers.worker import Worker

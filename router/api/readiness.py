@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from protos import types_pb2
 from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
-from router.request.service_times import Timeline
+from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
 from router.workers.report import are_missing
 from runtime.clock import Deadline, LoopClock, SystemClock

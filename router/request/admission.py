@@ -9,12 +9,13 @@ only a share of the places (`router.request.scoring`).
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 
+from router.request.rejections import AdmissionLimits, Rejections
 from router.request.scoring import ScoringPlaces
 from router.request.service_times import Rates, ServiceTimeModel, TokenWork
+from router.request.tickets import AdmissionTicket, Placed, QueuedRequest
 from router.request.validate import AdmissibleRequest
 from router.request.waiting_line import (
     MAX_RETRY_S,
@@ -26,7 +27,8 @@ from router.request.waiting_line import (
     WaitingLine,
 )
 from router.workers.candidate import SHORT_RATIO
-from router.workers.directory import Directory, WorkerPair
+from router.workers.directory import Directory
+from router.workers.placement import WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
@@ -34,44 +36,6 @@ from runtime.observe.metrics import RouterMetrics
 
 LOOK_S = 1.0  # between two lookups of the workers that have a queued prompt cached
 SWEEP_S = 0.25  # between two sweeps for requests that can no longer meet their deadline
-MAX_AWAY_S = 30.0
-
-
-@dataclass(frozen=True)
-class AdmissionLimits:
-    """Limits of the admission queue.
-
-    At most `max_waiting` requests are queued, each for at most `max_wait_s`; `pairless_grace_s`
-    applies while no pair is usable.
-    """
-
-    max_waiting: int = 1024
-    max_wait_s: float = 60.0
-    pairless_grace_s: float = 4.0
-
-
-@dataclass
-class _QueuedRequest:
-    """A queued request, and the future that its task awaits.
-
-    `num_cached` maps the address of a prefill worker to the number of prompt tokens cached there, as
-    of `looked_s`.
-    """
-
-    request: AdmissibleRequest
-    placed: "asyncio.Future[WorkerPair]"
-    num_cached: Mapping[str, int] = field(default_factory=dict)
-    most_cached: int = 0
-    looked_s: float = -math.inf
-
-    def gain(self, sources: Iterable[str]) -> int:
-        """Return the tokens cached on the best of `sources`, less those that only other workers
-        have.
-
-        The latter would be computed once more on `sources`.
-        """
-        here = max((self.num_cached.get(address, 0) for address in sources), default=0)
-        return here - (self.most_cached - here)
 
 
 class Admission:
@@ -85,19 +49,18 @@ class Admission:
         service_model: ServiceTimeModel,
     ) -> None:
         self._directory = directory
+        self._placement = directory.placement
         self._limits = limits
         self._metrics = metrics
         self._service_model = service_model
         self._clock = service_model.clock
         self._scoring = ScoringPlaces(self._num_prefill_places, limits.max_wait_s)
-        self._line: WaitingLine[_QueuedRequest] = WaitingLine(
+        self._line: WaitingLine[QueuedRequest] = WaitingLine(
             WaitingLimits(limits.max_waiting, limits.max_wait_s), service_model
         )
         self._entered = asyncio.Event()  # set when a request is queued
         self._swept_s = self._clock.now()
-        for cause in Cause:  # exported as 0 before the first event
-            metrics.refused.labels(cause)
-            metrics.dropped.labels(cause)
+        self._rejections = Rejections(directory, limits, metrics)
         metrics.queue_depth.set_function(lambda: len(self._line))
         metrics.queue_oldest_s.set_function(lambda: self._line.oldest_s(self._clock.now()))
 
@@ -120,13 +83,6 @@ class Admission:
         """
         return self._rates().wait_s(self._line.work)
 
-    def service_s(self, request: AdmissibleRequest, num_tokens: int) -> float:
-        """Return how long serving a request takes that was just placed, from measured rates.
-
-        `num_tokens`: prompt tokens that have to be computed.
-        """
-        return self._rates().placed_service_s(self._work_of(request, num_tokens))
-
     def retry_after_s(
         self, error: CapacityError | UnavailableError, request: AdmissibleRequest
     ) -> float | None:
@@ -135,9 +91,10 @@ class Admission:
         The workers know neither the requests queued here nor when a lost worker will be back.
         """
         if not self._directory.is_paired:
-            return self._away_s()
+            return self._rejections.away_s()
         if isinstance(error, CapacityError):
-            service_s = self.service_s(request, self._directory.num_missing(request.prompt))
+            num_missing = self._placement.num_missing(request.prompt)
+            service_s = self._rates().service_s(self._work_of(request, num_missing))
             refusal = Refusal(Cause.WORKERS, self.wait_s(), service_s)
             return refusal.retry_after_s or error.retry_after_s
         return None if error.retry_after_s is None else min(error.retry_after_s, MAX_RETRY_S)
@@ -163,25 +120,67 @@ class Admission:
                 async with asyncio.timeout(timeout_s):
                     await self._directory.changed()
 
-    @asynccontextmanager
-    async def pair_for(
-        self, request: AdmissibleRequest, deadline: Deadline
-    ) -> AsyncIterator[WorkerPair]:
-        """Hold a pair of workers, booked until the block ends, for a request with this deadline.
+    def arrive(self, request: AdmissibleRequest, deadline: Deadline) -> AdmissionTicket:
+        """Return the request with its estimates, which later decisions go by.
+
+        Raises:
+            DeadlineError: it could not end in time even without a queue.
+            UnavailableError: no workers can serve it, and none could for a while.
+        """
+        demand = self._demand(request, deadline)
+        return AdmissionTicket(request, demand, self._rates(request.prompt.num_tokens))
+
+    def place_at_once(self, ticket: AdmissionTicket) -> Placed | None:
+        """Place a request without queueing, as `wait` would with an empty queue.
+
+        Returns None if others wait, no pair has capacity, or the request might be rejected.
+        """
+        if self._line.num_waiting or not self._limits.max_waiting:
+            return None
+        request, demand, rates = ticket.request, ticket.demand, ticket.rates
+        service_s = (
+            0.0
+            if rates.is_idle
+            else self._service_model.cautious_s(rates, request.client, demand.work)
+        )
+        if not demand.deadline.allows(service_s):
+            return None
+        pair = self._placement.place(request.placement)
+        if pair is None:
+            return None
+        self._line.num_arrived += 1
+        return self._placed(request, pair, rates)
+
+    async def wait(self, ticket: AdmissionTicket) -> Placed:
+        """Queue a request until a pair is booked for it.
 
         Raises:
             CapacityError: the request would wait too long, or end too late after those queued
                 before it.
-            DeadlineError: it could not end in time even without a queue.
             UnavailableError: no pair is usable, and none was for a while.
         """
-        is_scored = request.engine.HasField("num_prompt_logprobs")
-        async with self._scoring.taken(request.client) if is_scored else nullcontext():
-            pair = await self._wait(request, deadline)
-            try:
-                yield pair
-            finally:
-                pair.release()
+        waiter = self._enter(ticket)
+        placed = waiter.item.placed
+        self._pump()
+        if placed.done():
+            return placed.result()
+        self._entered.set()  # from here on `run` places it
+        result: Placed | None = None
+        try:
+            async with asyncio.timeout(self._limits.max_wait_s):
+                result = await placed
+            return result
+        except TimeoutError:
+            raise self._rejections.dropped(
+                ticket.request, Refusal(Cause.WAIT, self.wait_s())
+            ) from None
+        finally:
+            if result is None:
+                self._abandon(waiter)
+
+    def scoring_place(self, request: AdmissibleRequest) -> AbstractAsyncContextManager[None]:
+        """Return a context that holds one of the client's places for prompts with logprobs."""
+        return self._scoring.taken(request.client)
 
     def _num_prefill_places(self) -> int:
         return sum(
@@ -190,53 +189,16 @@ class Admission:
             if worker.info is not None
         )
 
-    async def _wait(self, request: AdmissibleRequest, deadline: Deadline) -> WorkerPair:
-        demand = self._demand(request, deadline)
-        if not self._line.num_waiting and self._limits.max_waiting:
-            at_once = self._place_at_once(request, demand)
-            if at_once is not None:
-                return at_once
-        waiter = self._enter(request, demand)
-        placed = waiter.item.placed
-        self._pump()
-        if placed.done():
-            return placed.result()
-        self._entered.set()  # from here on `run` places it
-        pair: WorkerPair | None = None
-        try:
-            async with asyncio.timeout(self._limits.max_wait_s):
-                pair = await placed
-            return pair
-        except TimeoutError:
-            raise self._dropped(request, Refusal(Cause.WAIT, self.wait_s())) from None
-        finally:
-            if pair is None:
-                self._abandon(waiter)
-
-    def _abandon(self, waiter: Waiter[_QueuedRequest]) -> None:
+    def _abandon(self, waiter: Waiter[QueuedRequest]) -> None:
         self._line.leave(waiter)
         # If it was placed just as it gave up, nothing else would release the pair.
         placed = waiter.item.placed
         if placed.done() and not placed.cancelled() and placed.exception() is None:
-            placed.result().release()
+            placed.result().pair.release()
 
-    def _place_at_once(self, request: AdmissibleRequest, demand: Demand) -> WorkerPair | None:
-        """Place a request without queueing, as `_enter` and `_pump` would with an empty queue.
-
-        Returns None if no pair has capacity or the request might be rejected.
-        """
-        rates = self._rates(request.prompt.num_tokens)
-        service_s = (
-            0.0
-            if rates.is_idle
-            else self._service_model.cautious_s(rates, request.client, demand.work)
-        )
-        if not demand.deadline.allows(service_s):
-            return None
-        pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
-        if pair is not None:
-            self._line.num_arrived += 1
-        return pair
+    def _placed(self, request: AdmissibleRequest, pair: WorkerPair, rates: Rates) -> Placed:
+        """Return the pair with the service time by `rates`, from before it was booked."""
+        return Placed(pair, rates.service_s(self._work_of(request, pair.prefill.num_tokens)))
 
     def _demand(self, request: AdmissibleRequest, deadline: Deadline) -> Demand:
         """Return the demand of a request.
@@ -248,11 +210,11 @@ class Admission:
         problem = self._directory.refusal()
         if problem and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
-            raise UnavailableError(problem, retry_after_s=self._away_s())
+            raise UnavailableError(problem, retry_after_s=self._rejections.away_s())
         if self._lacks_compatible_workers(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
-            raise self._no_compatible_workers()
-        num_tokens = self._directory.num_missing(request.prompt)
+            raise self._rejections.no_compatible_workers()
+        num_tokens = self._placement.num_missing(request.prompt)
         least_s = self._service_model.best_prefill.least_s(num_tokens)
         if not deadline.allows(least_s):
             self._metrics.refused.labels(Cause.DEADLINE).inc()
@@ -268,16 +230,16 @@ class Admission:
             request.client,
         )
 
-    def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_QueuedRequest]:
-        queued = _QueuedRequest(request, asyncio.get_running_loop().create_future())
-        waiter = self._line.enter(
-            demand, queued, self._rates(request.prompt.num_tokens), self._clock.now()
-        )
+    def _enter(self, ticket: AdmissionTicket) -> Waiter[QueuedRequest]:
+        queued = QueuedRequest(ticket.request, asyncio.get_running_loop().create_future())
+        waiter = self._line.enter(ticket.demand, queued, ticket.rates, self._clock.now())
         if isinstance(waiter, Refusal):
-            raise self._refused(waiter)
+            raise self._rejections.refused(waiter)
         if waiter.displaced is not None:
             refusal = Refusal(Cause.QUEUE_FULL, self.wait_s())
-            self._fail(waiter.displaced, self._dropped(waiter.displaced.item.request, refusal))
+            self._fail(
+                waiter.displaced, self._rejections.dropped(waiter.displaced.item.request, refusal)
+            )
         return waiter
 
     def _work_of(self, request: AdmissibleRequest, num_tokens: int) -> TokenWork:
@@ -293,40 +255,6 @@ class Admission:
             num_tokens,
         )
 
-    def _refused(self, refusal: Refusal) -> CapacityError:
-        """Count and return the error of a request rejected on arrival."""
-        self._metrics.refused.labels(refusal.cause).inc()
-        wait = f"requests wait for {refusal.wait_s:.2g} s"
-        takes = f"this one would take {refusal.service_s:.2g} s"
-        texts = {
-            Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit",
-            Cause.WAIT: f"{wait}, the limit is {self._limits.max_wait_s:g} s",
-            Cause.DEADLINE: f"{wait} and {takes}, more than its deadline leaves",
-        }
-        return CapacityError(
-            texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s
-        )
-
-    def _dropped(
-        self, request: AdmissibleRequest, refusal: Refusal
-    ) -> CapacityError | UnavailableError:
-        """Count and return the error of a request that was queued."""
-        if refusal.cause is Cause.WAIT and not self._directory.can_hold(request.context_tokens):
-            self._metrics.dropped.labels(Cause.WORKERS).inc()
-            return UnavailableError(
-                f"no workers that hold {request.context_tokens} tokens are usable"
-            )
-        self._metrics.dropped.labels(refusal.cause).inc()
-        texts = {
-            Cause.DEADLINE: "no pair of workers had room before its deadline",
-            Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit, and this "
-            "client had most of them",
-        }
-        text = texts.get(
-            refusal.cause, f"no pair of workers had room for {self._limits.max_wait_s:g} s"
-        )
-        return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
-
     def _lacks_compatible_workers(self, request: AdmissibleRequest) -> bool:
         """Return whether a request resumes a response whose kind of worker is not usable, while
         others are.
@@ -334,23 +262,8 @@ class Admission:
         return (
             bool(request.compatibility)
             and self._directory.is_paired
-            and not self._directory.has_pair(request.compatibility)
+            and not self._placement.has_pair(replace(request.placement, context_tokens=0))
         )
-
-    def _no_compatible_workers(self) -> UnavailableError:
-        return UnavailableError(
-            "no available worker matches the weights and numerics this response started with"
-        )
-
-    def _away_s(self) -> float:
-        """Return the estimated time in seconds until workers may be usable again.
-
-        That is the rest of a usual start time. Workers away for longer may stay away for as long
-        again.
-        """
-        away_s = self._directory.pairless_s
-        expected_s = self._directory.restart_estimate_s - away_s
-        return min(expected_s if expected_s > 0 else away_s, MAX_AWAY_S)
 
     def _pump(self) -> None:
         if not len(self._line):
@@ -370,24 +283,20 @@ class Admission:
             num_tokens = waiter.demand.num_tokens
             if (
                 num_tokens * SHORT_RATIO > passed_by
-                or request.context_tokens >= too_large
+                or request.placement.context_tokens >= too_large
                 or self._lacks_compatible_workers(request)
             ):
                 continue
             rates = rates or self._rates()
             if self._drop_if_hopeless(waiter, rates):
                 continue
-            pair = self._directory.place(
-                request.prompt, request.context_tokens, request.compatibility
-            )
+            pair = self._placement.place(request.placement)
             if pair is not None:
-                self._place(waiter, pair)
+                self._place(waiter, pair, rates)
                 rates = None
-            elif not self._directory.can_hold(request.context_tokens):
-                too_large = request.context_tokens
-            elif passed_by == math.inf and self._directory.awaits_prefill(
-                num_tokens, request.context_tokens
-            ):
+            elif not self._placement.can_hold(request.placement):
+                too_large = request.placement.context_tokens
+            elif passed_by == math.inf and self._placement.awaits_prefill(request.placement):
                 passed_by = num_tokens
             else:
                 break
@@ -400,9 +309,7 @@ class Admission:
         """
         while len(self._line) > 1:
             request = self._line.first.item.request
-            sources = self._directory.caches_with_room(
-                request.prompt.num_tokens, request.context_tokens
-            )
+            sources = self._placement.caches_with_room(request.placement)
             if not sources:
                 return
             waiter = self._line.best(
@@ -412,31 +319,30 @@ class Admission:
             request = waiter.item.request
             if self._lacks_compatible_workers(request):
                 return
-            if self._drop_if_hopeless(waiter, self._rates()):
+            rates = self._rates()
+            if self._drop_if_hopeless(waiter, rates):
                 continue
-            pair = self._directory.place(
-                request.prompt, request.context_tokens, request.compatibility
-            )
+            pair = self._placement.place(request.placement)
             if pair is None:
                 return
             self._line.passes(waiter)
-            self._place(waiter, pair)
+            self._place(waiter, pair, rates)
 
-    def _looked(self, queued: _QueuedRequest) -> _QueuedRequest:
+    def _looked(self, queued: QueuedRequest) -> QueuedRequest:
         """Refresh which workers have the prompt cached, at most once per `LOOK_S`."""
         now_s = self._clock.now()
         if now_s - queued.looked_s >= LOOK_S:
-            queued.num_cached = self._directory.num_cached(queued.request.prompt)
+            queued.num_cached = self._placement.num_cached(queued.request.prompt)
             queued.most_cached = max(queued.num_cached.values(), default=0)
             queued.looked_s = now_s
         return queued
 
-    def _place(self, waiter: Waiter[_QueuedRequest], pair: WorkerPair) -> None:
+    def _place(self, waiter: Waiter[QueuedRequest], pair: WorkerPair, rates: Rates) -> None:
         self._line.served(waiter)
         if waiter.item.placed.done():  # cancelled, but its task has not run since
             pair.release()
         else:
-            waiter.item.placed.set_result(pair)
+            waiter.item.placed.set_result(self._placed(waiter.item.request, pair, rates))
 
     def _sweep(self) -> None:
         """Fail queued requests that can no longer meet their deadline, and those whose workers are
@@ -449,28 +355,31 @@ class Admission:
             return
         self._swept_s = now_s
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
-            self._fail(waiter, self._dropped(waiter.item.request, refusal))
+            self._fail(waiter, self._rejections.dropped(waiter.item.request, refusal))
         for waiter in self._line:
             if self._lacks_compatible_workers(waiter.item.request):
                 self._line.leave(waiter)
                 self._metrics.dropped.labels(Cause.WORKERS).inc()
-                self._fail(waiter, self._no_compatible_workers())
+                self._fail(waiter, self._rejections.no_compatible_workers())
 
-    def _drop_if_hopeless(self, waiter: Waiter[_QueuedRequest], rates: Rates) -> bool:
+    def _drop_if_hopeless(self, waiter: Waiter[QueuedRequest], rates: Rates) -> bool:
         """Fail the waiter if it cannot meet its limits; return whether it did."""
         refusal = self._line.drop_if_hopeless(waiter, rates, self._clock.now())
         if refusal is not None:
-            self._fail(waiter, self._dropped(waiter.item.request, refusal))
+            self._fail(waiter, self._rejections.dropped(waiter.item.request, refusal))
         return refusal is not None
 
     def _fail_all(self) -> None:
         for waiter in self._line.clear():
             self._metrics.dropped.labels(Cause.WORKERS).inc()
             self._fail(
-                waiter, UnavailableError(self._directory.refusal(), retry_after_s=self._away_s())
+                waiter,
+                UnavailableError(
+                    self._directory.refusal(), retry_after_s=self._rejections.away_s()
+                ),
             )
 
     @staticmethod
-    def _fail(waiter: Waiter[_QueuedRequest], error: BatonError) -> None:
+    def _fail(waiter: Waiter[QueuedRequest], error: BatonError) -> None:
         if not waiter.item.placed.done():
             waiter.item.placed.set_exception(error)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 from protos import generation_pb2, types_pb2
-from router.request.service_times import Timeline
+from router.request.timeline import Timeline
 from router.text.detokenizer import Detokenizer, StopMatcher
 from runtime.clock import Deadline, LoopClock
 from runtime.errors import RequestAborted

@@ -10,9 +10,9 @@ import contextvars
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from protos import decode_pb2, prefill_pb2, types_pb2
+from protos import types_pb2
 from router.request import events as ev
 from router.request.admission import Admission
 from router.request.answer import Answer
@@ -22,21 +22,21 @@ from router.request.resumption import finish_of
 from router.request.retries import FlowLimits
 from router.request.search import WorkerSearch
 from router.request.service_times import ServiceRecord, ServiceTimeModel
+from router.request.streams import RequestStreams
+from router.request.tickets import AdmissionTicket, Placed
 from router.request.transitions import IllegalEventError, RequestState
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import DueTimer, WorkerStream
-from router.workers.directory import Directory, WorkerPair
+from router.request.worker_stream import DueTimer
+from router.workers.directory import Directory
+from router.workers.placement import WorkerPair
 from router.workers.worker import Booking
 from runtime.clock import Deadline
-from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+from runtime.errors import BatonError, CapacityError, UnavailableError
 from runtime.observe.metrics import RouterMetrics
-from runtime.observe.tracing import begin, outgoing
+from runtime.observe.tracing import Span, begin
 
 CLOCKS_DIFFER_S = 0.05  # tolerance between a client's deadline and this router's
 MAX_QUEUED = 64  # events of one request; workers send few, or wait for the request
-
-PrefillStream = WorkerStream[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
-DecodeStream = WorkerStream[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,12 @@ class RequestFlow:
         self._timeout_s = timeout_s
         self._deadline = Deadline.after(services.service_model.clock, timeout_s)
         self._machine = RequestMachine(services.limits, timeout_s, resumed)
-        self._search = WorkerSearch(services.directory, services.limits, request)
+        self._search = WorkerSearch(services.directory, services.limits, request.placement)
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        self._trace = dict(outgoing())
         self._due_at_s: float | None = None
         self._due_timer = DueTimer(lambda: self._happened(ev.ReplyOverdue()))
-        self._streams: dict[int, PrefillStream | DecodeStream] = {}
+        self._streams = RequestStreams(request.engine, self._deadline, self._deliver)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._events: deque[ev.RequestEvent] = deque()  # while another one is handled
         self._is_handling = False
@@ -82,6 +81,25 @@ class RequestFlow:
         self._notes: RequestNotes | None = None  # once a pair is booked
         self._end: ev.End | None = None
         self._ended = self._loop.create_future()
+        self._run: Mapping[type[ev.Command], Callable[[Any], None]] = {
+            ev.Reserve: self._reserve,
+            ev.OpenPrefill: self._streams.open_prefill,
+            ev.OpenDecode: self._streams.open_decode,
+            ev.Send: self._streams.send,
+            ev.Close: self._close,
+            ev.Release: self._release,
+            ev.MarkLost: self._mark_lost,
+            ev.CheckLink: self._check_link,
+            ev.SearchPrefill: self._search_prefill,
+            ev.SearchDecode: self._search_decode,
+            ev.SearchPair: self._search_pair,
+            ev.Emit: self._emit,
+            ev.EmitScores: self._emit_scores,
+            ev.Note: self._note,
+            ev.NoteRetry: lambda retry: self._timeline.retried(retry.role, retry.reason),
+            ev.NoteMigration: self._note_migration,
+            ev.End: self._stop,
+        }
 
     @property
     def request_id(self) -> str:
@@ -154,10 +172,7 @@ class RequestFlow:
         """Queue an event of a worker; end the stream instead if too many are queued."""
         if len(unread) < MAX_QUEUED or not isinstance(event, ev.Received):
             unread.append(event)
-        elif event.number in self._streams:
-            stream = self._streams.pop(event.number)
-            stream.close()
-            lost = stream.lost("it sent more than could be handled")
+        elif lost := self._streams.give_up(event.number, "it sent more than could be handled"):
             unread.append(ev.StreamEnded(event.number, lost))
 
     def _handle(self, event: ev.RequestEvent) -> None:
@@ -167,9 +182,11 @@ class RequestFlow:
             except IllegalEventError as illegal:
                 if not isinstance(event, ev.Received):
                     raise
-                commands = self._broken(event.number, str(illegal))
+                # A worker that breaks the protocol counts as lost.
+                lost = self._streams.give_up(event.number, str(illegal))
+                commands = self._machine.on(ev.StreamEnded(event.number, lost), self._loop.time())
             for command in commands:
-                self._RUN[type(command)](self, command)
+                self._run[type(command)](command)
             due_at_s = self._machine.due_at_s
             if due_at_s != self._due_at_s:
                 self._due_at_s = due_at_s
@@ -180,45 +197,67 @@ class RequestFlow:
             else:
                 self._events.append(ev.CommandFailed(error))
 
-    def _broken(self, number: int, reason: str) -> list[ev.Command]:
-        """Treat a worker that broke the protocol as lost."""
-        stream = self._streams.pop(number)
-        stream.close()
-        return self._machine.on(ev.StreamEnded(number, stream.lost(reason)), self._loop.time())
-
     # Commands.
 
     def _reserve(self, command: ev.Reserve) -> None:
-        self._start(command.number, self._admit(command.number))
-
-    async def _admit(self, number: int) -> None:
         span = begin("baton.router.admit", request_id=self.request_id)
+        if self._request.engine.HasField("num_prompt_logprobs"):
+            self._start(command.number, self._admit_scored(command.number, span))
+            return
         admission = self._services.admission
         try:
-            async with admission.pair_for(self._request, self._deadline) as pair:
+            ticket = admission.arrive(self._request, self._deadline)
+            placed = admission.place_at_once(ticket)
+        except BatonError as error:
+            span.end()
+            self._happened(ev.NotAdmitted(error))
+            return
+        if placed is None:
+            self._start(command.number, self._admit(command.number, ticket, span))
+        else:
+            self._placed(command.number, placed, span)
+
+    async def _admit_scored(self, number: int, span: Span) -> None:
+        admission = self._services.admission
+        async with admission.scoring_place(self._request):
+            try:
+                ticket = admission.arrive(self._request, self._deadline)
+            except BatonError as error:
                 span.end()
-                estimated_s = admission.service_s(self._request, pair.prefill.num_tokens)
-                self._placed(number, pair, estimated_s)
-                await asyncio.shield(self._ended)
+                self._happened(ev.NotAdmitted(error))
+                return
+            await self._admit(number, ticket, span)
+            await asyncio.shield(self._ended)
+
+    async def _admit(self, number: int, ticket: AdmissionTicket, span: Span) -> None:
+        try:
+            placed = await self._services.admission.wait(ticket)
         except BatonError as error:
             self._happened(ev.NotAdmitted(error))
+        else:
+            self._placed(number, placed, span)
         finally:
             span.end()
 
-    def _placed(self, number: int, pair: WorkerPair, estimated_s: float) -> None:
+    def _placed(self, number: int, placed: Placed, span: Span) -> None:
+        span.end()
         services = self._services
         self._timeline.placed()
         record = ServiceRecord(
             services.service_model,
             self._request.client,
             self._request.engine.max_tokens,
-            estimated_s,
+            placed.service_s,
         )
         self._notes = RequestNotes(
-            self._request, self._answer, record, services.directory, services.metrics
+            self._request,
+            self._answer,
+            record,
+            services.directory.placement,
+            services.metrics,
         )
         services.metrics.running.inc()
-        self._happened(self._pair_placed(number, pair))
+        self._happened(self._pair_placed(number, placed.pair))
 
     def _pair_placed(self, number: int, pair: WorkerPair) -> ev.PairPlaced:
         num_missing = self._request.prompt.num_tokens - pair.decode.num_cached
@@ -226,49 +265,8 @@ class RequestFlow:
             number, pair.prefill, pair.decode, pair.decode.worker.may_compute(num_missing)
         )
 
-    def _open_prefill(self, command: ev.OpenPrefill) -> None:
-        worker = booking_of(command.worker).worker
-        opening = prefill_pb2.PrefillInput()
-        self._fill(opening.open)
-        self._streams[command.number] = WorkerStream.open(
-            command.number, worker, worker.prefill_calls.current(), opening, self._deliver
-        )
-
-    def _open_decode(self, command: ev.OpenDecode) -> None:
-        booking = booking_of(command.worker)
-        if command.source is not None and booking.is_outlived:
-            error = PeerLostError("the decode worker restarted while the request was queued")
-            self._happened(ev.StreamEnded(command.number, error))
-            return
-        opening = decode_pb2.DecodeInput()
-        opening.open.replayed_token_ids.extend(command.replayed)
-        if command.source is not None:
-            opening.open.source.CopyFrom(command.source)
-        self._fill(opening.open)
-        self._streams[command.number] = WorkerStream.open(
-            command.number,
-            booking.worker,
-            booking.worker.decode_calls.current(),
-            opening,
-            self._deliver,
-        )
-
-    def _fill(self, opening: prefill_pb2.PrefillOpen | decode_pb2.DecodeOpen) -> None:
-        """Fill in the request, and its context: time left in seconds and trace."""
-        opening.request.CopyFrom(self._request.engine)
-        opening.context.CopyFrom(
-            types_pb2.RequestContext(time_left_s=self._deadline.remaining_s(), **self._trace)
-        )
-
-    def _send(self, command: ev.Send) -> None:
-        stream: Any = self._streams.get(command.number)
-        if stream is not None:
-            stream.send(command.message, is_last=command.is_last)
-
     def _close(self, command: ev.Close) -> None:
-        stream = self._streams.pop(command.number, None)
-        if stream is not None:
-            stream.close(is_ending=command.is_ending)
+        self._streams.close(command)
         task = self._tasks.get(command.number)
         if task is not None:
             task.cancel()
@@ -285,11 +283,10 @@ class RequestFlow:
         booking_of(command.worker).lost(command.reason)
 
     def _check_link(self, command: ev.CheckLink) -> None:
-        directory = self._services.directory
-        source = booking_of(command.source)
+        placement = self._services.directory.placement
         pool = booking_of(command.pool)
-        directory.failed_links(source, pool)
-        is_fed = directory.is_fed(pool, self._request.context_tokens)
+        placement.failed_link(booking_of(command.source), pool)
+        is_fed = placement.is_fed(self._request.placement, pool)
         self._happened(ev.LinkChecked(command.number, is_fed))
 
     def _search_prefill(self, command: ev.SearchPrefill) -> None:
@@ -358,22 +355,11 @@ class RequestFlow:
     def _pass_scores(self, command: ev.EmitScores) -> None:
         """Send scores to the client, and confirm them to the worker."""
         self._answer.scores(command.scores)
-        stream: Any = self._streams.get(command.number)
-        if stream is None:
-            return
-        unsent = stream.unsent
-        if unsent is not None and unsent.HasField("scores_read"):
-            unsent.scores_read.count += 1
-        else:
-            read = prefill_pb2.PrefillScoresRead(count=1)
-            stream.send(prefill_pb2.PrefillInput(scores_read=read))
+        self._streams.confirm_scores(command.number)
 
     def _note(self, command: ev.Note) -> None:
         if self._notes is not None:
             self._notes.reached(command)
-
-    def _note_retry(self, command: ev.NoteRetry) -> None:
-        self._timeline.retried(command.role, command.reason)
 
     def _note_migration(self, command: ev.NoteMigration) -> None:
         self._services.metrics.migrations.labels(command.reason, command.outcome).inc()
@@ -403,26 +389,6 @@ class RequestFlow:
             record.cut_off()
         if isinstance(error, CapacityError | UnavailableError):
             error.retry_after_s = self._services.admission.retry_after_s(error, self._request)
-
-    _RUN: ClassVar[Mapping[type[ev.Command], Callable[[Any, Any], None]]] = {
-        ev.Reserve: _reserve,
-        ev.OpenPrefill: _open_prefill,
-        ev.OpenDecode: _open_decode,
-        ev.Send: _send,
-        ev.Close: _close,
-        ev.Release: _release,
-        ev.MarkLost: _mark_lost,
-        ev.CheckLink: _check_link,
-        ev.SearchPrefill: _search_prefill,
-        ev.SearchDecode: _search_decode,
-        ev.SearchPair: _search_pair,
-        ev.Emit: _emit,
-        ev.EmitScores: _emit_scores,
-        ev.Note: _note,
-        ev.NoteRetry: _note_retry,
-        ev.NoteMigration: _note_migration,
-        ev.End: _stop,
-    }
 
 
 def _found(

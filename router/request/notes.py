@@ -8,7 +8,7 @@ from router.request.answer import Answer
 from router.request.events import Milestone, Note
 from router.request.service_times import ServiceRecord
 from router.request.validate import AdmissibleRequest
-from router.workers.directory import Directory
+from router.workers.placement import WorkerPlacement
 from router.workers.worker import Booking
 from runtime.observe.metrics import RouterMetrics
 
@@ -27,14 +27,14 @@ class RequestNotes:
         request: AdmissibleRequest,
         answer: Answer,
         record: ServiceRecord,
-        directory: Directory,
+        placement: WorkerPlacement,
         metrics: RouterMetrics,
     ) -> None:
         self.record = record
         self._request = request
         self._answer = answer
         self._timeline = answer.timeline
-        self._directory = directory
+        self._placement = placement
         self._metrics = metrics
         self._num_cached = 0  # prompt tokens that the prefill worker had cached
 
@@ -70,7 +70,7 @@ class RequestNotes:
     def _committed(self, source: Booking, pool: Booking, event: decode_pb2.DecodeEvent) -> None:
         exposed_s = event.committed.transfer_exposed_s
         self._timeline.timings.transfer_exposed_s = exposed_s
-        self._directory.linked(source, pool, exposed_s)
+        self._placement.linked(source, pool, exposed_s)
         self._joined(pool)
 
     def _local(self, _: Booking, pool: Booking, event: decode_pb2.DecodeEvent) -> None:

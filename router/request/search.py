@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from router.request.events import SearchDecode, SearchPrefill
 from router.request.retries import FlowLimits
-from router.request.validate import AdmissibleRequest
-from router.workers.directory import Directory, WorkerPair
+from router.workers.directory import Directory
+from router.workers.placement import PlacementRequest, WorkerPair, WorkerPlacement
 from router.workers.worker import Booking
 from runtime.clock import Deadline, LoopClock
 
@@ -22,18 +22,13 @@ class WorkerSearch:
 
     directory: Directory
     limits: FlowLimits
-    request: AdmissibleRequest
+    request: PlacementRequest
 
     async def prefill(self, command: SearchPrefill, pool: Booking) -> Booking | None:
         """Book a prefill worker for the pool; return None if there was none in time."""
         await asyncio.sleep(RETRY_PAUSE_S)
         return await self._until(
-            lambda: self.directory.book_prefill(
-                self.request.prompt,
-                pool,
-                tried=command.tried,
-                context_tokens=self.request.context_tokens,
-            ),
+            lambda: self._placement.book_prefill(self.request, pool, command.tried),
             self._restart_estimate_s,
         )
 
@@ -46,8 +41,8 @@ class WorkerSearch:
         booking = self._book_decode(command, command.tried)
         if booking is not None:
             return booking, False
-        is_full = command.is_full and self.directory.has_decode(
-            command.compatibility, self.request.context_tokens
+        is_full = command.is_full and self._placement.has_decode(
+            self.request.of_kind(command.compatibility)
         )
         timeout_s = self.limits.capacity_wait_s if is_full else self._restart_estimate_s
         timeout_s = Deadline(LoopClock(), command.since_s + timeout_s).remaining_s()
@@ -62,16 +57,14 @@ class WorkerSearch:
         The search takes longer while a compatible pair exists and is only full.
         """
         await asyncio.sleep(RETRY_PAUSE_S)
-        context_tokens = self.request.context_tokens
+        request = self.request.of_kind(lost.compatibility)
         clock = LoopClock()
         began_s = clock.now()
         while True:
-            pair = self.directory.place_again(
-                self.request.prompt, lost.compatibility, lost.worker.address, context_tokens
-            )
+            pair = self._placement.place_again(request, lost.worker.address)
             if pair is not None:
                 return pair
-            is_full = self.directory.has_pair(lost.compatibility, context_tokens)
+            is_full = self._placement.has_pair(request)
             timeout_s = self.limits.capacity_wait_s if is_full else self._restart_estimate_s
             deadline = Deadline(clock, began_s + timeout_s)
             if deadline.is_over:
@@ -85,13 +78,12 @@ class WorkerSearch:
         """Return how long to wait for a lost worker: at least as long as it took to start."""
         return max(self.limits.peer_wait_s, self.directory.restart_estimate_s)
 
+    @property
+    def _placement(self) -> WorkerPlacement:
+        return self.directory.placement
+
     def _book_decode(self, command: SearchDecode, tried: frozenset[str]) -> Booking | None:
-        return self.directory.book_decode(
-            self.request.prompt,
-            command.compatibility,
-            tried=tried,
-            context_tokens=self.request.context_tokens,
-        )
+        return self._placement.book_decode(self.request.of_kind(command.compatibility), tried)
 
     async def _until(
         self, attempt: Callable[[], Booking | None], timeout_s: float

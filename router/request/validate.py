@@ -2,25 +2,22 @@
 
 All violations are reported at once, each with the path of its field and the limit. A valid request
 becomes an `AdmissibleRequest`: tokenized, every default resolved, ready for the workers.
-`PriorityLimits` bounds the priority that a client may request.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Self
-
-from pydantic import AfterValidator
 
 from protos import generation_pb2, types_pb2
 from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
+from router.request.priorities import MAX_PRIORITY
 from router.request.resumption import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenizer import TextTokenizer
+from router.workers.placement import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import (
-    ConfigError,
     FieldViolation,
     InvalidRequestError,
     UnavailableError,
@@ -28,14 +25,10 @@ from runtime.errors import (
 )
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
-from runtime.security.access import Caller
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
-MAX_PRIORITY = 100
-EVERYBODY = "*"
-DEFAULT_LIMITS = ("*=0",)
 MAX_CACHE_SALT_BYTES = 128
 MAX_SHOWN_CHARACTERS = 128  # of a text quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -84,10 +77,11 @@ class AdmissibleRequest:
         """Return the `resumed_from` value for tokens sampled by workers of this compatibility."""
         return f"{compatibility}{_OF_PROMPT}{self.prompt.digest}"
 
-    @property
-    def context_tokens(self) -> int:
-        """Return the maximum length of the request: prompt plus completion."""
-        return len(self.engine.prompt_token_ids) + self.engine.max_tokens
+    @cached_property
+    def placement(self) -> PlacementRequest:
+        """Return what the request needs of its workers."""
+        context_tokens = len(self.engine.prompt_token_ids) + self.engine.max_tokens
+        return PlacementRequest(self.prompt, context_tokens, self.compatibility)
 
 
 async def admissible(
@@ -481,55 +475,3 @@ def _shown(text: str) -> str:
 
 def _not_in_vocabulary(token_id: int, facts: ModelLimits) -> str:
     return f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens"
-
-
-@dataclass(frozen=True)
-class PriorityLimits:
-    """Most urgent priority of each client, by the name in its token or certificate.
-
-    `lowest` maps a name to its smallest priority; the smaller a priority, the more urgent. `*`
-    applies to clients without an entry.
-    """
-
-    lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
-
-    @classmethod
-    def parse(cls, entries: Iterable[str]) -> Self:
-        """Parse "NAME=PRIORITY" entries.
-
-        Raises:
-            ConfigError: an entry is malformed; the error names it.
-        """
-        return cls({EVERYBODY: 0} | dict(map(_parsed, entries)))
-
-    def most_urgent(self, caller: Caller) -> int:
-        """Return the smallest priority that `caller` may use."""
-        own = [self.lowest[name] for name in caller.names if name in self.lowest]
-        return min(own, default=self.lowest[EVERYBODY])
-
-
-def _parsed(entry: str) -> tuple[str, int]:
-    name, equals, text = entry.rpartition("=")
-    try:
-        priority = int(text)
-    except ValueError:
-        equals = ""
-        priority = 0
-    if not equals or not name or abs(priority) > MAX_PRIORITY:
-        raise ConfigError(
-            f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
-            f"{MAX_PRIORITY}, got {entry!r}",
-            field="priority_limits",
-        )
-    return name, priority
-
-
-def _checked(entry: str) -> str:
-    try:
-        _parsed(entry)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return entry
-
-
-PriorityLimitField = Annotated[str, AfterValidator(_checked)]

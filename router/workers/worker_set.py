@@ -190,6 +190,13 @@ class WorkerSet:
         """
         return self._all
 
+    def holding(self, role: WorkerRole, context_tokens: int = 0) -> Sequence[Worker]:
+        """Return the usable workers of a role that can hold so many tokens, with room or not."""
+        usable = self.usable[role]
+        if context_tokens <= usable.shortest:
+            return usable.workers
+        return [worker for worker in usable.workers if worker.snapshot.longest >= context_tokens]
+
     def of(self, role: WorkerRole) -> tuple[Worker, ...]:
         """Return the workers of a role in order of appearance."""
         return self._by_role[role]

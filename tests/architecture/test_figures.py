@@ -221,7 +221,7 @@ STATED = [
     Stated(
         API,
         "at most {} s, or {} s while workers are gone",
-        (f"{LINE}:MAX_RETRY_S", "router/request/admission.py:MAX_AWAY_S"),
+        (f"{LINE}:MAX_RETRY_S", "router/request/rejections.py:MAX_AWAY_S"),
     ),
     Stated(
         API,
@@ -294,7 +294,7 @@ STATED = [
     Stated(
         OPERATIONS,
         "and no more than {} s; {} s while workers are gone",
-        (f"{LINE}:MAX_RETRY_S", "router/request/admission.py:MAX_AWAY_S"),
+        (f"{LINE}:MAX_RETRY_S", "router/request/rejections.py:MAX_AWAY_S"),
     ),
     Stated(OPERATIONS, "; of {} clients", (f"{TIMES}:MAX_CLIENTS",)),
     Stated(OPERATIONS, "Of the first {} requests the one goes first", (f"{LINE}:LOOK_AHEAD",)),

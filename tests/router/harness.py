@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
-from router.request.admission import Admission, AdmissionLimits
+from router.request.admission import Admission
 from router.request.flow import Services
+from router.request.priorities import PriorityLimits
+from router.request.rejections import AdmissionLimits
 from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel
-from router.request.validate import PriorityLimits
 from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenizer import TextTokenizer

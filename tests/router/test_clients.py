@@ -10,7 +10,7 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
-from router.request.validate import PriorityLimits
+from router.request.priorities import PriorityLimits
 from router.workers.report import without_addresses
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
 from runtime.rpc.status import error_from_rpc

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from router.config import RouterConfig
-from router.request.admission import AdmissionLimits
+from router.request.rejections import AdmissionLimits
 from runtime.errors import BatonError, CapacityError
 from tests.router.harness import (
     ADMISSION_LIMITS,

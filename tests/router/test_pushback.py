@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.request.admission import AdmissionLimits
+from router.request.rejections import AdmissionLimits
 from runtime.errors import CapacityError
 from tests.router.harness import FLOW_LIMITS, NO_GRACE, RouterHarness, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point

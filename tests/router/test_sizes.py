@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from protos import types_pb2
-from router.request.admission import AdmissionLimits
+from router.request.rejections import AdmissionLimits
 from runtime.errors import InvalidRequestError, UnavailableError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.router.fake_workers import (

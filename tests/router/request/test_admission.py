@@ -101,7 +101,9 @@ async def keeps(router: RouterHarness, prefill: FakePrefill, num_tokens: int) ->
     """Report that the worker caches this many tokens of every prompt of ones."""
     prefill.kept = block_names([1] * num_tokens, 16, compatibility=prefill.compatibility)
     prompt = RoutedPrompt([1] * 200)
-    await eventually(lambda: router.directory.num_missing(prompt) == 200 - num_tokens, "the report")
+    await eventually(
+        lambda: router.directory.placement.num_missing(prompt) == 200 - num_tokens, "the report"
+    )
 
 
 async def test_cached_prompt_tokens_take_no_estimated_time() -> None:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from protos import generation_pb2, types_pb2
-from router.request.admission import AdmissionLimits
+from router.request.rejections import AdmissionLimits
 from router.workers.policy import Policy
 from runtime.errors import DeadlineError, DuplicateRequestError
 from tests.router.harness import (

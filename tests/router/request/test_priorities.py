@@ -1,6 +1,6 @@
 import pytest
 
-from router.request.validate import PriorityLimits
+from router.request.priorities import PriorityLimits
 from runtime.errors import ConfigError
 from runtime.security.access import ANYBODY, Caller, certified
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2, worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
+from router.workers.placement import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
 from runtime.observe.metrics import RouterMetrics
@@ -86,7 +87,7 @@ async def test_the_capacity_of_one_worker_is_used_once() -> None:
     with_one_address = Known()
     serves(with_one_address.four, "one")
     expected, pairs = (
-        [directory.place(PROMPT) for _ in range(8)]
+        [directory.placement.place(PlacementRequest(PROMPT)) for _ in range(8)]
         for directory in (with_one_address.directory, known.directory)
     )
     assert [pair is not None for pair in pairs] == [pair is not None for pair in expected]

@@ -14,10 +14,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos import worker_pb2
-from router.request.admission import Admission, AdmissionLimits
+from router.request.admission import Admission
+from router.request.rejections import AdmissionLimits
 from router.request.service_times import MOST_ASKED, Rates, ServiceTimeModel
 from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, DirectoryOptions
 from router.workers.pace import DecodePace
+from router.workers.placement import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.report import statuses
 from router.workers.watch import apply_report
@@ -27,6 +29,8 @@ from runtime.digests import block_names
 from runtime.observe.metrics import RouterMetrics
 from runtime.version import WIRE_VERSION
 from tests.router.harness import FACTS, worker_info
+
+PROMPT = RoutedPrompt([1, 2])
 
 
 class Known:
@@ -231,19 +235,24 @@ async def test_the_cost_of_a_choice_is_independent_of_fleet_size() -> None:
         for worker in known.directory.workers:
             serves(worker, compatibility="m")
         keeps(known.decode[-1], range(40))
-        known.directory.place(RoutedPrompt([1]))  # some things are reckoned once
+        known.directory.placement.place(
+            PlacementRequest(RoutedPrompt([1]))
+        )  # some things are reckoned once
         return known
 
     prompt = RoutedPrompt(list(range(40)))
     small, large = fleet(2 * MOST_COMPARED), fleet(8 * MOST_COMPARED)
-    lines = [num_lines(lambda: known.directory.place(prompt)) for known in (small, large)]  # noqa: B023 (at once)
+    lines = [
+        num_lines(partial(known.directory.placement.place, PlacementRequest(prompt)))
+        for known in (small, large)
+    ]
     assert lines[1] < 1.2 * lines[0]
     (booking,) = large.decode[-1]._bookings
     assert booking.num_cached == 32
     for worker in large.decode[:-2]:
         worker.reported(worker_pb2.WorkerLoad(serving=True, queued_requests=1))
     large.decode[-1].lost("gone")
-    pair = large.directory.place(prompt)
+    pair = large.directory.placement.place(PlacementRequest(prompt))
     assert pair is not None
     assert pair.decode.worker is large.decode[-2]
 
@@ -294,27 +303,38 @@ async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
         (160, {large}),
         (161, set()),
     ):
-        book = partial(
-            known.directory.book_decode, RoutedPrompt([1, 2]), "m", context_tokens=context_tokens
-        )
+        request = PlacementRequest(PROMPT, context_tokens, "m")
+        book = partial(known.directory.placement.book_decode, request)
         found: set[str] = set()
-        while (booking := book(tried=frozenset(found))) is not None:
+        while (booking := book(frozenset(found))) is not None:
             found.add(booking.worker.address)
             booking.release()
         assert found == fitting
-        assert known.directory.can_hold(context_tokens) == bool(fitting)
-        assert known.directory.has_pair("m", context_tokens) == bool(fitting)
-        assert known.directory.has_decode("m", context_tokens) == bool(fitting)
-        pair = known.directory.place(RoutedPrompt([1, 2]), context_tokens)
+        assert known.directory.placement.can_hold(PlacementRequest(PROMPT, context_tokens)) == bool(
+            fitting
+        )
+        assert known.directory.placement.has_pair(
+            PlacementRequest(PROMPT, context_tokens, "m")
+        ) == bool(fitting)
+        assert known.directory.placement.has_decode(
+            PlacementRequest(PROMPT, context_tokens, "m")
+        ) == bool(fitting)
+        pair = known.directory.placement.place(
+            PlacementRequest(RoutedPrompt([1, 2]), context_tokens)
+        )
         assert ({pair.decode.worker.address} <= fitting) if pair is not None else not fitting
         if pair is not None:
             pair.release()
-    assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is not None, (
-        "the same one, if no other can"
-    )
+    assert (
+        known.directory.placement.place_again(PlacementRequest(RoutedPrompt([1]), 9, "m"), large)
+        is not None
+    ), "the same one, if no other can"
     known.decode[1].lost("gone")
-    assert not known.directory.can_hold(9)
-    assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is None
+    assert not known.directory.placement.can_hold(PlacementRequest(PROMPT, 9))
+    assert (
+        known.directory.placement.place_again(PlacementRequest(RoutedPrompt([1]), 9, "m"), large)
+        is None
+    )
 
 
 async def test_the_largest_pair_counts_and_not_the_largest_workers() -> None:
@@ -457,8 +477,13 @@ async def test_half_a_pair_is_never_booked() -> None:
     serves(known.decode[1], compatibility="another")
     woken = asyncio.create_task(known.directory.changed())
     await asyncio.sleep(0)
-    assert known.directory.place_again(RoutedPrompt([1, 2, 3]), "", known.decode[0].address) is None
-    assert known.directory.place(RoutedPrompt([1, 2, 3])) is None
+    assert (
+        known.directory.placement.place_again(
+            PlacementRequest(RoutedPrompt([1, 2, 3])), known.decode[0].address
+        )
+        is None
+    )
+    assert known.directory.placement.place(PlacementRequest(RoutedPrompt([1, 2, 3]))) is None
     await asyncio.sleep(0)
     assert not woken.done()
     assert known.chosen() == 0
@@ -466,7 +491,9 @@ async def test_half_a_pair_is_never_booked() -> None:
     serves(known.decode[0])
     async with asyncio.timeout(5):
         await woken
-    again = known.directory.place_again(RoutedPrompt([1, 2, 3]), "", known.decode[0].address)
+    again = known.directory.placement.place_again(
+        PlacementRequest(RoutedPrompt([1, 2, 3])), known.decode[0].address
+    )
     assert again is not None, "the pool that was lost is back, and there is no other"
     assert (again.prefill.worker, again.decode.worker) == (known.prefill, known.decode[0])
     assert known.chosen() == 2
@@ -477,7 +504,9 @@ async def test_the_pool_that_gave_a_request_up_gets_it_only_if_there_is_no_other
     for worker in known.directory.workers:
         serves(worker)
     for lost, other in (known.decode, reversed(known.decode)):
-        pair = known.directory.place_again(RoutedPrompt([1, 2, 3]), "", lost.address)
+        pair = known.directory.placement.place_again(
+            PlacementRequest(RoutedPrompt([1, 2, 3])), lost.address
+        )
         assert pair is not None
         assert pair.decode.worker is other
         pair.release()
@@ -496,7 +525,7 @@ async def test_a_source_with_a_compatible_pool_is_chosen() -> None:
     serves(directory.workers[1], compatibility="m+d")
     serves(directory.workers[2], compatibility="m+d")
     directory.workers[1].book(1000)
-    pair = directory.place_again(RoutedPrompt([1, 2, 3]), "m", "h:9")
+    pair = directory.placement.place_again(PlacementRequest(RoutedPrompt([1, 2, 3]), 0, "m"), "h:9")
     assert pair is not None
     assert pair.prefill.worker is directory.workers[1]
 
@@ -537,19 +566,21 @@ async def test_a_prompt_goes_to_its_cached_prefix_and_the_rest_counts_as_load() 
         (range(40), "other", True, 0),
         (range(40), "", False, 0),
     ):
-        pair = directory.place(RoutedPrompt(list(token_ids), salt, uses_cache), 50)
+        pair = directory.placement.place(
+            PlacementRequest(RoutedPrompt(list(token_ids), salt, uses_cache), 50)
+        )
         assert pair is not None
         assert pair.prefill.worker is second or not num_cached
         assert pair.prefill.num_cached == num_cached
         assert pair.prefill.num_tokens == len(token_ids) - num_cached
         assert (
-            directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache))
+            directory.placement.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache))
             == pair.prefill.num_tokens
         )
         assert pair.decode.num_tokens == len(token_ids)
         pair.release()
     serves(second, compatibility="m", incarnation="after a restart")
-    pair = directory.place(RoutedPrompt(list(range(40))), 50)
+    pair = directory.placement.place(PlacementRequest(RoutedPrompt(list(range(40))), 50))
     assert pair is not None
     assert pair.prefill.num_cached == 0
 
@@ -579,22 +610,22 @@ async def test_the_pool_with_the_cached_prompt_wins_between_equal_loads(
     for worker in pools:
         serves(worker, compatibility=pool)
     keeps(pools[1], range(40), compatibility=kept_as)
-    pair = directory.place(RoutedPrompt(list(range(40))), 50)
+    pair = directory.placement.place(PlacementRequest(RoutedPrompt(list(range(40))), 50))
     assert pair is not None
     assert pair.decode.worker is pools[1] or not num_cached
     assert pair.decode.num_cached == num_cached
     pair.release()
     pools[1].book(64)
-    again = directory.place(RoutedPrompt(list(range(40))), 50)
+    again = directory.placement.place(PlacementRequest(RoutedPrompt(list(range(40))), 50))
     assert again is not None
     assert again.decode.worker is pools[0], "load counts more than bytes"
     again.release()
     for worker in pools:
         lately = worker.book(1)
         lately.answered(10, 1.0)
-        directory.linked(again.prefill, lately, 100.0)
+        directory.placement.linked(again.prefill, lately, 100.0)
         lately.release()
-    slow = directory.place(RoutedPrompt(list(range(40))), 50)
+    slow = directory.placement.place(PlacementRequest(RoutedPrompt(list(range(40))), 50))
     assert slow is not None
     assert slow.decode.worker is pools[1] or not num_cached, (
         "bytes on a slow link count more than load"

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from router.workers import failed_links
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.failed_links import SEVERED_MEMORY_S, FailedLinks
+from router.workers.placement import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
@@ -35,7 +36,7 @@ def directory(num_prefill: int, num_decode: int) -> Directory:
 
 def placed(of: Directory, num_requests: int = 1) -> set[tuple[str, str]]:
     """Return the pairs that requests get; they keep their places."""
-    pairs = [of.place(PROMPT) for _ in range(num_requests)]
+    pairs = [of.placement.place(PlacementRequest(PROMPT)) for _ in range(num_requests)]
     return {
         (pair.prefill.worker.address, pair.decode.worker.address)
         for pair in pairs
@@ -44,7 +45,7 @@ def placed(of: Directory, num_requests: int = 1) -> set[tuple[str, str]]:
 
 
 def sever(of: Directory, source: Worker, pool: Worker) -> None:
-    of.failed_links(source.book(1), pool.book(1))
+    of.placement.failed_link(source.book(1), pool.book(1))
 
 
 async def test_a_severed_pair_is_left_out_while_there_is_another() -> None:
@@ -53,7 +54,7 @@ async def test_a_severed_pair_is_left_out_while_there_is_another() -> None:
     sever(of, p0, d0)
     sever(of, p0, d1)
     assert {prefill for prefill, _ in placed(of, 4)} == {p1.address}
-    assert of.is_fed(d0.book(1))
+    assert of.placement.is_fed(PlacementRequest(PROMPT), d0.book(1))
 
 
 async def test_a_full_pair_is_waited_for_rather_than_a_severed_one() -> None:
@@ -70,27 +71,29 @@ async def test_the_only_pair_is_tried_and_a_success_counts() -> None:
     source, pool = of.workers
     sever(of, source, pool)
     assert placed(of) == {(source.address, pool.address)}
-    assert of.is_fed(pool.book(1)), "there is nothing better"
+    assert of.placement.is_fed(PlacementRequest(PROMPT), pool.book(1)), "there is nothing better"
 
 
 async def test_a_pool_that_its_only_source_cannot_reach_is_fed_by_none() -> None:
     of = directory(1, 2)
     source, first, second = of.workers
     sever(of, source, first)
-    assert not of.is_fed(first.book(1))
+    assert not of.placement.is_fed(PlacementRequest(PROMPT), first.book(1))
     assert placed(of) == {(source.address, second.address)}
-    pair = of.place_again(PROMPT, "", first.address)
+    pair = of.placement.place_again(PlacementRequest(PROMPT, 0, ""), first.address)
     assert pair is not None
     assert pair.decode.worker is second
-    of.linked(source.book(1), first.book(1), 0.0)
-    assert of.is_fed(first.book(1))
+    of.placement.linked(source.book(1), first.book(1), 0.0)
+    assert of.placement.is_fed(PlacementRequest(PROMPT), first.book(1))
 
 
 async def test_another_source_is_sought_among_those_that_reach_the_pool() -> None:
     of = directory(3, 1)
     p0, p1, p2, pool = of.workers
     sever(of, p1, pool)
-    booked = of.book_prefill(PROMPT, pool.book(1), tried=frozenset({p0.address}))
+    booked = of.placement.book_prefill(
+        PlacementRequest(PROMPT), pool.book(1), frozenset({p0.address})
+    )
     assert booked is not None
     assert booked.worker is p2
 

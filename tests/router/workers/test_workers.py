@@ -14,9 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2, types_pb2, worker_pb2
 from router.api.generation import RequestKey
-from router.request.admission import AdmissionLimits
+from router.request.rejections import AdmissionLimits
 from router.request.validate import AdmissibleRequest
+from router.workers.placement import PlacementRequest
 from router.workers.policy import Policy
+from router.workers.prefix_index import RoutedPrompt
 from runtime.clock import NO_DEADLINE
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.router.harness import (
@@ -141,7 +143,7 @@ async def test_a_draft_pairs_with_itself_and_with_none_but_not_with_another() ->
     pools[1].fail_at(Point.RESERVE, CapacityError("full", resource="slots"), times=3)
     async with running_router(source, *pools) as router:
         await asyncio.gather(*(router.ask(token_request([i], max_tokens=2)) for i in range(30)))
-        assert router.directory.has_decode("m+e")
+        assert router.directory.placement.has_decode(PlacementRequest(RoutedPrompt([1]), 0, "m+e"))
         refused = router.metric(
             "baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY"
         )
@@ -237,10 +239,13 @@ async def test_nothing_is_dispatched_that_no_pool_could_take_soon() -> None:
         await router.assert_nothing_left()
 
 
-async def test_a_pair_is_given_back_when_its_block_ends() -> None:
+async def test_a_pair_is_booked_until_it_is_released() -> None:
     async with running_router(*pair()) as router:
-        async with router.services.admission.pair_for(admissible_request(), NO_DEADLINE):
-            assert [len(worker._bookings) for worker in router.directory.workers] == [1, 1]
+        admission = router.services.admission
+        placed = admission.place_at_once(admission.arrive(admissible_request(), NO_DEADLINE))
+        assert placed is not None
+        assert [len(worker._bookings) for worker in router.directory.workers] == [1, 1]
+        placed.pair.release()
         await router.assert_nothing_left()
 
 
@@ -251,7 +256,9 @@ async def test_a_request_that_gives_up_in_the_moment_it_is_placed_keeps_nothing(
         prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)
     ) as router:
         admission = router.services.admission
-        waiting = asyncio.create_task(admission._wait(admissible_request(), NO_DEADLINE))
+        waiting = asyncio.create_task(
+            admission.wait(admission.arrive(admissible_request(), NO_DEADLINE))
+        )
         await eventually(lambda: admission.num_waiting, "the queue")
         router.directory.workers[1].reported(worker_pb2.WorkerLoad(serving=True))
         admission._pump()

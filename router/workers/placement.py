@@ -1,0 +1,400 @@
+"""WorkerPlacement: the choice of workers for a request, and what failed handoffs say about them.
+
+A prefill and a decode worker form a pair if their compatibility digests fit. A pair that recently
+failed a handoff is left out while another exists. Choosing a worker books the request on it; the
+caller must release the booking.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import NamedTuple
+
+from router.workers.cache_view import CacheView
+from router.workers.candidate import Candidate
+from router.workers.failed_links import FailedLinks
+from router.workers.policy import LinkedWorkers, Policy, PolicyContext, choose, choose_pair
+from router.workers.prefix_index import RoutedPrompt
+from router.workers.worker import Booking, Worker, WorkerRole
+from router.workers.worker_set import WorkerSet
+from runtime.clock import Clock
+from runtime.digests import may_pair
+from runtime.observe.metrics import RouterMetrics
+
+# Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
+MOST_COMPARED = 64
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """What a request needs of its workers.
+
+    `context_tokens` is its maximum length, prompt plus completion: smaller workers are passed over.
+    `compatibility` is the digest that the workers must fit; "" for any.
+    """
+
+    prompt: RoutedPrompt
+    context_tokens: int = 0
+    compatibility: str = ""
+
+    def of_kind(self, compatibility: str) -> "PlacementRequest":
+        """Return the request for workers that fit this digest."""
+        return PlacementRequest(self.prompt, self.context_tokens, compatibility)
+
+    def fits(self, worker: Worker) -> bool:
+        """Return whether the worker can hold the request and fits its digest, with room or not."""
+        snapshot = worker.snapshot
+        return snapshot.longest >= self.context_tokens and (
+            not self.compatibility or may_pair(snapshot.compatibility, self.compatibility)
+        )
+
+    def has_room(self, worker: Worker) -> bool:
+        """Return whether the worker has room for the request now or soon."""
+        return worker.snapshot.has_room(self.prompt.num_tokens, self.context_tokens)
+
+
+@dataclass(frozen=True)
+class WorkerPair:
+    """A pair of workers for one request. The decode pool reserves only when prefill starts."""
+
+    prefill: Booking
+    decode: Booking
+
+    def release(self) -> None:
+        self.prefill.release()
+        self.decode.release()
+
+
+class _Linked(NamedTuple):
+    """Prefill workers of one kind, each of which may feed each of these decode pools."""
+
+    sources: list[Worker]
+    pools: list[Worker]
+
+
+class _Chosen(NamedTuple):
+    """A chosen worker, with `num_cached` tokens of the prompt cached there."""
+
+    worker: Worker
+    num_cached: int
+
+
+class WorkerPlacement:
+    """Choices among the workers of one directory."""
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        caches: CacheView,
+        policy: Policy,
+        metrics: RouterMetrics,
+        rng: random.Random,
+        clock: Clock,
+    ) -> None:
+        self._workers = workers
+        self._caches = caches
+        self._policy = policy
+        self._policies = {WorkerRole.PREFILL: policy, WorkerRole.DECODE: policy.of_pools}
+        self._metrics = metrics
+        self._rng = rng
+        self._turns = dict.fromkeys(WorkerRole, 0)
+        self._failed_links = FailedLinks(clock)
+
+    def place(self, request: PlacementRequest) -> WorkerPair | None:
+        """Book a compatible pair that could take the request now or soon; return None if there is
+        none.
+        """
+        sources, pools = (self._fitting(role, request) for role in WorkerRole)
+        if max(len(sources), len(pools)) > MOST_COMPARED:
+            pair = self._place_among(
+                self._some(sources, request), self._some(pools, request), request
+            )
+            if pair is not None:
+                return pair
+        return self._place_among(sources, pools, request)
+
+    def _some(self, workers: Sequence[Worker], request: PlacementRequest) -> Sequence[Worker]:
+        """Return the workers that a choice considers.
+
+        Considering every worker of a large fleet would dominate the router's work. The least loaded
+        of a random sample is hardly busier than the least loaded of the fleet. Workers with a part
+        of the prompt cached are always added.
+        """
+        if (
+            len(workers) <= MOST_COMPARED
+            or not self._policies[workers[0].role].chooser.goes_by_load
+        ):
+            return workers
+        role = workers[0].role
+        some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
+        for address in islice(self._cached(role, request.prompt), MOST_COMPARED):
+            if address not in some:  # every worker has a part of a prompt with a common beginning
+                holder = self._workers.find(role, address)
+                if holder is not None and request.fits(holder):
+                    some[address] = holder
+        return list(some.values())
+
+    def _place_among(
+        self, sources: Sequence[Worker], pools: Sequence[Worker], request: PlacementRequest
+    ) -> WorkerPair | None:
+        groups = [
+            _Linked(
+                list(filter(request.has_room, group.sources)),
+                list(filter(request.has_room, group.pools)),
+            )
+            for group in self._linked(sources, pools)
+        ]
+        return self._book_pair(groups, request)
+
+    def awaits_prefill(self, request: PlacementRequest) -> bool:
+        """Return whether decode pools have room for the request, so that it only waits for prefill."""
+        holding = self._workers.holding(WorkerRole.DECODE, request.context_tokens)
+        return any(map(request.has_room, holding))
+
+    def caches_with_room(self, request: PlacementRequest) -> list[str]:
+        """Return the addresses of prefill workers with room for the request, under `PREFIX_CACHE`.
+
+        The list is empty under another policy or if no decode pool has room.
+        """
+        if self._policy is not Policy.PREFIX_CACHE or not self.awaits_prefill(request):
+            return []
+        holding = self._workers.holding(WorkerRole.PREFILL, request.context_tokens)
+        return [worker.address for worker in filter(request.has_room, holding)]
+
+    def num_cached(self, prompt: RoutedPrompt) -> Mapping[str, int]:
+        """Return the tokens of the prompt that prefill workers have cached, by address."""
+        return self._cached(WorkerRole.PREFILL, prompt)
+
+    def num_missing(self, prompt: RoutedPrompt) -> int:
+        """Return the prompt tokens left to compute on the prefill worker with most of the prompt
+        cached.
+        """
+        return self._caches.num_missing(self._workers.usable[WorkerRole.PREFILL], prompt)
+
+    def book_prefill(
+        self, request: PlacementRequest, pool: Booking, tried: frozenset[str]
+    ) -> Booking | None:
+        """Book a prefill worker for a request that lost its own and has its place in `pool`.
+
+        The request goes before those in admission. A worker in `tried` is booked only if no other
+        is left.
+        """
+        sources = self._fitting(WorkerRole.PREFILL, request.of_kind(pool.compatibility))
+        fitting = [
+            worker
+            for group in self._linked(sources, [pool.worker])
+            if group.pools
+            for worker in group.sources
+            if worker.has_queue_place
+        ]
+        others = [worker for worker in fitting if worker.address not in tried]
+        chosen = self._choose(others or fitting, request.prompt)
+        return None if chosen is None else self._book(chosen, request)
+
+    def book_decode(self, request: PlacementRequest, tried: frozenset[str]) -> Booking | None:
+        """Book a decode pool not in `tried`, full or not: asking is cheap and reports are late."""
+        fitting = self._fitting(WorkerRole.DECODE, request)
+        chosen = self._choose(fitting, request.prompt, tried, source=request.compatibility)
+        return None if chosen is None else self._book(chosen, request)
+
+    def place_again(self, request: PlacementRequest, lost: str) -> WorkerPair | None:
+        """Book a pair for a request whose decode pool, at address `lost`, gave it up.
+
+        The same pool is booked only if it is usable again and no other is.
+        """
+        sources = [
+            worker
+            for worker in self._fitting(WorkerRole.PREFILL, request)
+            if worker.has_queue_place
+        ]
+        pools = self._workers.holding(WorkerRole.DECODE, request.context_tokens)
+        others = [worker for worker in pools if worker.address != lost]
+        return self._book_pair(self._linked(sources, others), request) or self._book_pair(
+            self._linked(sources, pools), request
+        )
+
+    def failed_link(self, source: Booking, pool: Booking) -> None:
+        """Record a failed handoff between live workers: other pairs go first for a while, or until
+        one succeeds.
+        """
+        self._failed_links.add(source.incarnation, pool.incarnation)
+
+    def linked(self, source: Booking, pool: Booking, waited_s: float) -> None:
+        """Record a successful handoff. `waited_s`: time from the first token until all pages had
+        landed.
+        """
+        self._failed_links.remove(source.incarnation, pool.incarnation)
+        pool.record_handoff(waited_s)
+
+    def is_fed(self, request: PlacementRequest, pool: Booking) -> bool:
+        """Return whether the request has a source for this pool, or no pool has one."""
+        alike = request.of_kind(pool.compatibility)
+        groups = self._linked(*(self._fitting(role, alike) for role in WorkerRole))
+        fed = [worker for group in groups for worker in group.pools]
+        return not fed or pool.worker in fed
+
+    def has_pair(self, request: PlacementRequest) -> bool:
+        """Return whether fitting workers of both roles are alive, with room or not."""
+        return all(self._fitting(role, request) for role in WorkerRole)
+
+    def has_decode(self, request: PlacementRequest) -> bool:
+        """Return whether a fitting decode pool is alive, with room or not."""
+        return bool(self._fitting(WorkerRole.DECODE, request))
+
+    def can_hold(self, request: PlacementRequest) -> bool:
+        """Return whether some live pair is large enough, with room or not."""
+        sources = self._workers.holding(WorkerRole.PREFILL, request.context_tokens)
+        digests = {worker.compatibility for worker in sources}
+        return any(self._fitting(WorkerRole.DECODE, request.of_kind(digest)) for digest in digests)
+
+    def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[_Linked]:
+        """Return which sources may feed which pools; failed links only if no source has another
+        pool.
+        """
+        pools_alike = _by_compatibility(pools)
+        groups = [
+            _Linked(
+                alike,
+                [
+                    pool
+                    for other, found in pools_alike.items()
+                    if may_pair(digest, other)
+                    for pool in found
+                ],
+            )
+            for digest, alike in _by_compatibility(sources).items()
+        ]
+        if not len(self._failed_links):
+            return groups
+        sound = [part for group in groups for part in self._without_failed_links(group)]
+        return sound if any(part.pools for part in sound) else groups
+
+    def _without_failed_links(self, group: _Linked) -> list[_Linked]:
+        """Split a group by failed links: each source with one gets its own list of pools."""
+        failed_links = self._failed_links.by_source()
+        whole = [source for source in group.sources if source.incarnation not in failed_links]
+        parts = [
+            _Linked(
+                [source],
+                [
+                    pool
+                    for pool in group.pools
+                    if pool.incarnation not in failed_links[source.incarnation]
+                ],
+            )
+            for source in group.sources
+            if source.incarnation in failed_links
+        ]
+        return [_Linked(whole, group.pools), *parts] if whole else parts
+
+    def _book_pair(self, linked: Sequence[_Linked], request: PlacementRequest) -> WorkerPair | None:
+        """Book one source and one of its pools, full or not.
+
+        Both are chosen before either is booked. Releasing a booking wakes requests that wait for
+        room, and two such requests would wake each other forever.
+        """
+        groups = [group for group in linked if group.sources and group.pools]
+        if not groups:
+            return None
+        with self._metrics.pick_s.time():
+            context = self._policy_context(
+                [source for group in groups for source in group.sources], request.prompt
+            )
+            candidates = [
+                LinkedWorkers(
+                    _candidates(group.sources),
+                    _candidates(group.pools),
+                    self._policy_context(
+                        group.pools, request.prompt, source=group.sources[0].compatibility
+                    ),
+                )
+                for group in groups
+            ]
+            chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, context)
+        sources, pools = groups[chosen.group]
+        source = _named(sources, chosen.source, context)
+        pool = _named(pools, chosen.pool, candidates[chosen.group].context)
+        return WorkerPair(self._book(source, request), self._book(pool, request))
+
+    def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:
+        role = chosen.worker.role
+        self._metrics.decisions.labels(self._policies[role].value, "chosen").inc()
+        self._turns[role] += 1
+        self._caches.placed(request.prompt, chosen.worker)
+        return chosen.worker.book(
+            request.prompt.num_tokens, request.context_tokens, chosen.num_cached
+        )
+
+    def _choose(
+        self,
+        workers: Sequence[Worker],
+        prompt: RoutedPrompt,
+        tried: frozenset[str] = frozenset(),
+        source: str = "",
+    ) -> _Chosen | None:
+        """Return the worker that the policy of the role selects, full or not. Books nothing.
+
+        `source`: digest of the prefill worker that would send the prompt to a decode pool.
+        """
+        if not workers:
+            return None
+        policy = self._policies[workers[0].role]
+        with self._metrics.pick_s.time():
+            context = self._policy_context(workers, prompt, source)
+            chosen = choose(policy, _candidates(workers), context, tried=tried)
+        if chosen is None:
+            self._metrics.decisions.labels(policy.value, "full").inc()
+            return None
+        return _named(workers, chosen, context)
+
+    def _policy_context(
+        self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = ""
+    ) -> PolicyContext:
+        """Return the inputs for a choice among workers of one role."""
+        role = workers[0].role
+        return PolicyContext(
+            self._turns[role], self._rng, prompt.token_ids, self._cached(role, prompt, source)
+        )
+
+    def _cached(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
+        return self._caches.cached(role, self._workers.usable[role], prompt, source)
+
+    def _fitting(self, role: WorkerRole, request: PlacementRequest) -> Sequence[Worker]:
+        holding = self._workers.holding(role, request.context_tokens)
+        if not request.compatibility:
+            return holding
+        return [
+            worker
+            for worker in holding
+            if may_pair(worker.snapshot.compatibility, request.compatibility)
+        ]
+
+
+# All workers are looked at for every choice.
+_compatibility = attrgetter("snapshot.compatibility")
+_candidate = attrgetter("snapshot.candidate")
+
+
+def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
+    """Group workers by compatibility, in the order of their first workers."""
+    digests = dict.fromkeys(map(_compatibility, workers))
+    if len(digests) == 1:
+        return {digest: list(workers) for digest in digests}
+    return {
+        digest: [worker for worker in workers if worker.snapshot.compatibility == digest]
+        for digest in digests
+    }
+
+
+def _candidates(workers: Iterable[Worker]) -> list[Candidate]:
+    return list(map(_candidate, workers))
+
+
+def _named(workers: Iterable[Worker], chosen: Candidate, context: PolicyContext) -> _Chosen:
+    """Return the chosen worker and its number of cached prompt tokens."""
+    return _Chosen(
+        next(worker for worker in workers if worker.address == chosen.address),
+        context.num_cached.get(chosen.address, 0),
+    )
