@@ -31,7 +31,6 @@ from runtime.process.spawn_protocol import (
     receive_order,
     send_answer,
 )
-from transfer.ucx.api import load_ucx
 
 T = TypeVar("T")
 
@@ -61,10 +60,11 @@ def load() -> None:
     quiet_grpc()
     gc.disable()  # modules stay alive, and searching for garbage would take a seventh of the time
     import engine.kernels.host.codegen.compiled  # imports torch and numba
+    from pool.stage import transports
 
     # UCX measures a clock for 0.4 s while it loads, and the dynamic linker loads nothing else
     # meanwhile. So it loads in parallel with Python-only imports.
-    ucx = Thread(target=load_ucx)
+    ucx = Thread(target=transports.preload)
     ucx.start()
     import pool.start  # noqa: F401
 

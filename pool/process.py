@@ -40,7 +40,7 @@ from runtime.process.supervision import StopSignal, background
 from runtime.security.access import ChannelSecurity
 from runtime.version import VERSION
 from transfer.plan.handoff_terms import StageSessionEvent
-from transfer.ucx.binding import loopback_device
+from transfer.transport.binding import loopback_device
 
 logger = logging.getLogger(__name__)
 

@@ -43,13 +43,11 @@ def shift_clock(control: Control) -> None:
 def damage_messages(control: Control) -> None:
     """Damage items of handoffs and frames between stages after they are authenticated."""
     from engine.memory.layout import Buffer
-    from pool.pipeline import stage_channel as channel_module
-    from pool.stage import stage as stage_module
     from transfer.transport.protocol import Operation, Peer
-    from transfer.ucx.stage_channel import UcxStageChannel
-    from transfer.ucx.transport import UcxTransport
+    from transfer.ucx import stage_channel as channel_module
+    from transfer.ucx import transport as transport_module
 
-    class DamagedItems(UcxTransport):
+    class DamagedItems(transport_module.UcxTransport):
         """Transport whose sender digests the true bytes and sends damaged ones."""
 
         def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
@@ -59,15 +57,15 @@ def damage_messages(control: Control) -> None:
             operation.content = buffer
             return operation
 
-    class DamagedFrames(UcxStageChannel):
+    class DamagedFrames(channel_module.UcxStageChannel):
         def put(
             self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float
         ) -> None:
             sent = bytearray(damaged(frame)) if control.takes_frame() else frame
             super().put(rank, tag, sent, deadline_s=deadline_s, timeout_s=timeout_s)
 
-    stage_module.UcxTransport = DamagedItems  # type: ignore[attr-defined]
-    channel_module.UcxStageChannel = DamagedFrames  # type: ignore[attr-defined]
+    transport_module.UcxTransport = DamagedItems  # type: ignore[misc]
+    channel_module.UcxStageChannel = DamagedFrames  # type: ignore[misc]
 
 
 def main() -> None:

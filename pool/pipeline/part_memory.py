@@ -36,7 +36,7 @@ from runtime.errors import DeadlineError, IntegrityError, PeerLostError
 from transfer.transport.authenticator import SEAL_BYTES
 from transfer.transport.forming import Direction, Forming
 from transfer.transport.refusals import RefusalReason, Refusals
-from transfer.ucx.spin import SpinThenSleep
+from transfer.transport.spin import SpinThenSleep
 
 MAX_PIECE_BYTES = 1 << 20
 FIRST_NAP_S = 50e-6

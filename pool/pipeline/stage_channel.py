@@ -20,12 +20,11 @@ from engine.pipeline.rendezvous import Rendezvous, RendezvousHost
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.pipeline.part_memory import PartMemory, share_a_host, this_host
 from pool.stage.config import WorkerConfig
+from pool.stage.transports import FrameLimits, StageFrames, make_stage_frames
 from runtime.config import parse_address
 from runtime.errors import ConfigError, PeerLostError
 from transfer.transport.forming import Forming
 from transfer.transport.refusals import RefusalReason
-from transfer.ucx.settings import TransportProfile
-from transfer.ucx.stage_channel import UcxStageChannel
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ class PoolChannel:
 
     def __init__(
         self,
-        frames: UcxStageChannel,
+        frames: StageFrames,
         *,
         rank: int,
         max_bytes: int,
@@ -273,14 +272,8 @@ def open_pool_channel(
         ConfigError: UCX does not work here, or NCCL is demanded and this stage cannot use it.
     """
     backend, why = _link_backend(config, device)
-    frames = UcxStageChannel(
-        rank=config.rank,
-        max_frame_bytes=max_bytes + FRAME_OVERHEAD,
-        profile=TransportProfile(config.transport),
-        binding=config.binding,
-        on_sent=on_sent,
-        on_refused=count_refused("frames"),
-    )
+    limits = FrameLimits(max_bytes + FRAME_OVERHEAD, on_sent, count_refused("frames"))
+    frames = make_stage_frames(config, limits)
     memory = None
     if config.tp > 1 and config.transport != "tcp" and this_host():
         memory = PartMemory(

@@ -13,7 +13,7 @@ from runtime.model_files.model_folder import check_model_folder
 from runtime.observe.tracing_setup import check_endpoint
 from runtime.process.announce import announcement_path
 from runtime.security.access import TlsConfig
-from transfer.ucx.binding import UcxBinding, parse_ports
+from transfer.transport.binding import NetworkBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]
 StageChannelName = Literal["auto", "ucx", "nccl"]
@@ -310,10 +310,10 @@ class WorkerConfig(TlsConfig):
         return Placement.of(self.rank, self.world_size, self.tp, self.dp_attention)
 
     @property
-    def binding(self) -> UcxBinding:
-        """Return the devices and ports on which UCX listens.
+    def binding(self) -> NetworkBinding:
+        """Return the devices and ports on which the transport listens.
 
         Raises:
             ConfigError: one of them is invalid or missing.
         """
-        return UcxBinding.parse(self.transport_interface, self.transport_ports)
+        return NetworkBinding.parse(self.transport_interface, self.transport_ports)

@@ -25,15 +25,13 @@ from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.plan import StagePlan
 from pool.stage.speculation import build_drafter, prompt_drafter
+from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
-from runtime.clock import SystemClock
 from runtime.grammar import Grammars, load_grammars
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import Route
 from transfer.transport.refusals import RefusalReason
-from transfer.ucx.settings import TransportProfile
-from transfer.ucx.transport import UcxTransport
 
 COPIED = (EMBEDDING,)  # tensors that several stages may read
 
@@ -129,12 +127,10 @@ def _agent(
     on_event: Callable[[StageSessionEvent], None],
     on_refused: Callable[[RefusalReason], object],
 ) -> TransferAgent:
-    """Return the transfer agent of the pools over UCX; it is not started."""
-    profile = TransportProfile(config.transport)
-    transport = UcxTransport(
-        profile=profile, clock=SystemClock(), binding=config.binding, on_refused=on_refused
-    )
-    route = Route.DIRECT if profile.reaches_devices else Route.PINNED
+    """Return the transfer agent of the pools; it is not started."""
+    transport = make_transport(config, on_refused)
+    reaches_devices = TRANSPORTS[config.transport].reaches_devices
+    route = Route.DIRECT if reaches_devices else Route.PINNED
     return build_agent(
         pools, device, transport, incarnation=incarnation, on_event=on_event, route=route
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from tests.support.network.hosts import Network, become_private, enter, is_private
-from transfer.ucx.binding import UcxBinding
+from transfer.transport.binding import NetworkBinding
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
@@ -35,7 +35,7 @@ def connect(address: str) -> None:
 
 def _transport() -> UcxTransport:
     return UcxTransport(
-        profile=TransportProfile.TCP, clock=SystemClock(), binding=UcxBinding.parse("eth0", "")
+        profile=TransportProfile.TCP, clock=SystemClock(), binding=NetworkBinding.parse("eth0", "")
     )
 
 

@@ -14,7 +14,6 @@ from baton.client import AsyncBatonClient
 from baton.retry import NO_RETRY
 from baton.values import Chunk, Query
 from engine.memory.layout import Buffer
-from pool.stage import stage as stage_module
 from runtime.errors import BatonError, IntegrityError
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
@@ -42,7 +41,7 @@ class FlippingTransport(UcxTransport):
 
 @pytest.fixture(autouse=True)
 def _flipping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stage_module, "UcxTransport", FlippingTransport)
+    monkeypatch.setattr("transfer.ucx.transport.UcxTransport", FlippingTransport)
     FlippingTransport.flip_at, FlippingTransport.num_sent = None, 0
     yield
     FlippingTransport.flip_at = None

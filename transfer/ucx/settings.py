@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from enum import StrEnum
 
 from runtime.errors import ConfigError
+from transfer.transport.binding import NetworkBinding, no_free_port
 from transfer.ucx.api import UcxContext, UcxEndpoint, UcxLibrary, UcxWorker
-from transfer.ucx.binding import UcxBinding, no_free_port
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,20 @@ def ucx_options(profile: TransportProfile) -> dict[str, str]:
     }
 
 
+def binding_options(binding: NetworkBinding) -> dict[str, str]:
+    """Return UCX options by name without the UCX_ prefix; they override the environment."""
+    options = {"NET_DEVICES": ",".join(binding.devices)} if binding.devices else {}
+    if binding.ports is not None:
+        options["TCP_PORT_RANGE"] = "{}-{}".format(*binding.ports)
+    return options
+
+
 def create_worker(
     ucx: UcxLibrary,
     profile: TransportProfile,
     purpose: str,
     options: dict[str, str],
-    binding: UcxBinding,
+    binding: NetworkBinding,
 ) -> tuple[UcxContext, UcxWorker]:
     """Create a UCX context and a worker that can sleep.
 
@@ -89,7 +97,7 @@ def create_worker(
     """
     binding.check()
     try:
-        context = ucx.context({**ucx_options(profile), **options, **binding.options})
+        context = ucx.context({**ucx_options(profile), **options, **binding_options(binding)})
     except ucx.error as error:
         raise ConfigError(
             f"UCX has no transport for profile {profile.value!r} here: {error}", field="transport"
@@ -116,7 +124,7 @@ def create_worker(
         ) from error
 
 
-def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> UcxWorker:
+def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: NetworkBinding) -> UcxWorker:
     """Open a worker, with given ports in a thread that can be abandoned.
 
     Another process may have taken the last free port since the check, and UCX then searches until

@@ -22,12 +22,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
+from transfer.transport.binding import ANYWHERE, NetworkBinding
 from transfer.transport.forming import HEAD_BYTES, EarlierTags, Forming, FrameSeals
 from transfer.transport.protocol import Wakeup
 from transfer.transport.refusals import RefusalReason, Refusals
+from transfer.transport.spin import RestlessRounds, SpinThenSleep
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
-from transfer.ucx.binding import ANYWHERE, UcxBinding
 from transfer.ucx.pending_sends import PendingSend, PendingSends
 from transfer.ucx.settings import (
     STAGE_CHANNEL_OPTIONS,
@@ -35,7 +36,6 @@ from transfer.ucx.settings import (
     close_endpoint,
     create_worker,
 )
-from transfer.ucx.spin import RestlessRounds, SpinThenSleep
 
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
@@ -65,7 +65,7 @@ class UcxStageChannel:
         rank: int,
         max_frame_bytes: int,
         profile: TransportProfile,
-        binding: UcxBinding = ANYWHERE,
+        binding: NetworkBinding = ANYWHERE,
         on_sent: Callable[[int], object] = lambda num_bytes: None,
         on_refused: Callable[[RefusalReason], object] = lambda reason: None,
     ) -> None:

@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
+from transfer.transport.binding import ANYWHERE, NetworkBinding
 from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup
 from transfer.transport.refusals import RefusalReason, Refusals
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
-from transfer.ucx.binding import ANYWHERE, UcxBinding
 from transfer.ucx.settings import (
     HANDOFF_OPTIONS,
     RENDEZVOUS_BYTES,
@@ -75,7 +75,7 @@ class UcxTransport:
         *,
         profile: TransportProfile,
         clock: Clock,
-        binding: UcxBinding = ANYWHERE,
+        binding: NetworkBinding = ANYWHERE,
         spin_s: float = SPIN_S,
         on_refused: Callable[[RefusalReason], object] = lambda reason: None,
     ) -> None:

@@ -15,9 +15,9 @@ from tests.support.network.ports import taken_port
 from tests.support.pool.formings import forming_of
 from tests.support.transfer.stranger import Stranger, plausible_messages
 from transfer.transport.authenticator import new_key
+from transfer.transport.binding import NetworkBinding, loopback_device
 from transfer.transport.forming import HEAD_BYTES, Forming
 from transfer.transport.refusals import RefusalReason
-from transfer.ucx.binding import UcxBinding, loopback_device
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
 
@@ -235,10 +235,10 @@ def test_nothing_that_came_before_the_forming_is_ever_taken(stranger: Stranger) 
 
 SHORT_LIVED = """
 import sys
-from transfer.ucx.binding import UcxBinding
+from transfer.transport.binding import NetworkBinding
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
-binding = UcxBinding.parse(sys.argv[1], sys.argv[2])
+binding = NetworkBinding.parse(sys.argv[1], sys.argv[2])
 stage = UcxStageChannel(rank=1, max_frame_bytes=1 << 20, profile=TransportProfile.TCP, binding=binding)
 print(stage.address.hex())
 """
@@ -248,7 +248,7 @@ def test_a_stage_that_gets_the_port_of_another_pools_refuses_its_leader() -> Non
     """Pool A's stage is gone and B's has its port, as where manifests pin ports: A's leader
     connects and sends."""
     with taken_port("127.0.0.1") as taken:
-        binding = UcxBinding((loopback_device(),), (taken + 1, taken + 1))
+        binding = NetworkBinding((loopback_device(),), (taken + 1, taken + 1))
         command = [sys.executable, "-c", SHORT_LIVED, loopback_device(), f"{taken + 1}-{taken + 1}"]
         gone = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=TIMEOUT_S

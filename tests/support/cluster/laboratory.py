@@ -21,7 +21,6 @@ from pool.pipeline import leader as leader_module
 from pool.pipeline.leader import Leader
 from pool.process import run_worker
 from pool.role import PoolRole
-from pool.stage import stage as stage_module
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.app import serve
@@ -157,7 +156,7 @@ async def laboratory(
 
     monkeypatch.setattr(leader_server, "Leader", SeenLeader)
     monkeypatch.setattr(leader_module, "LINGER_S", 600.0)  # a test ends it
-    monkeypatch.setattr(stage_module, "UcxTransport", DamagingUcx)
+    monkeypatch.setattr("transfer.ucx.transport.UcxTransport", DamagingUcx)
     try:
         await made.start_worker("prefill", PrefillRole())
         await made.start_worker("decode", DecodeRole())

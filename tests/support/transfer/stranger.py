@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from typing import Self
 
+from transfer.transport.binding import ANYWHERE
 from transfer.ucx.address import unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxRequest
-from transfer.ucx.binding import ANYWHERE
 from transfer.ucx.settings import TransportProfile, close_endpoint, create_worker
 
 SENT_TIMEOUT_S = 60.0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from transfer.ucx.spin import LEAST_S, LONGEST_S, NUM_WAITS, SHARED_FOR_S, SpinThenSleep
+from transfer.transport.spin import LEAST_S, LONGEST_S, NUM_WAITS, SHARED_FOR_S, SpinThenSleep
 
 LOOK_S = 10e-6
 

@@ -15,8 +15,8 @@ from runtime.config import load
 from runtime.errors import ConfigError
 from tests.support.network.ports import taken_port
 from tests.support.transfer.handoff import wait_until
+from transfer.transport.binding import NetworkBinding
 from transfer.ucx import settings as ucx_settings
-from transfer.ucx.binding import UcxBinding
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
 from transfer.ucx.transport import UcxTransport
@@ -47,7 +47,7 @@ def taken() -> Iterator[int]:
 
 @pytest.mark.parametrize("profile", [each for each in TransportProfile if not each.reaches_devices])
 def test_ucx_listens_on_the_interface_and_in_the_ports_alone(profile: TransportProfile) -> None:
-    before, binding = listening(), UcxBinding.parse("lo", "24100-24163")
+    before, binding = listening(), NetworkBinding.parse("lo", "24100-24163")
     transport = UcxTransport(profile=profile, clock=SystemClock(), binding=binding)
     channel = UcxStageChannel(rank=0, max_frame_bytes=1024, profile=profile, binding=binding)
     opened = listening() - before
@@ -63,7 +63,7 @@ def test_a_taken_port_of_the_range_is_passed_over(taken: int) -> None:
     transport = UcxTransport(
         profile=TransportProfile.TCP,
         clock=SystemClock(),
-        binding=UcxBinding.parse("lo", f"{taken}-{taken + 1}"),
+        binding=NetworkBinding.parse("lo", f"{taken}-{taken + 1}"),
     )
     opened = listening() - before
     transport.close()
@@ -75,7 +75,7 @@ def test_a_range_without_a_free_port_is_refused_at_once(taken: int) -> None:
         UcxTransport(
             profile=TransportProfile.TCP,
             clock=SystemClock(),
-            binding=UcxBinding.parse("", f"{taken}-{taken}"),
+            binding=NetworkBinding.parse("", f"{taken}-{taken}"),
         )
     assert refused.value.field == "transport_ports"
 
@@ -99,7 +99,7 @@ def test_a_port_that_remembers_its_connections_is_taken() -> None:
         )
     )
     with pytest.raises(ConfigError, match=f"no port of {port}-{port} is free"):
-        UcxBinding.parse("", f"{port}-{port}").check()
+        NetworkBinding.parse("", f"{port}-{port}").check()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_port_that_is_taken_after_the_check_is_refused_in_time(
     taken: int, monkeypatch: pytest.MonkeyPatch, neighbors: int
 ) -> None:
     monkeypatch.setattr(ucx_settings, "OPEN_WORKER_S", 0.5)
-    monkeypatch.setattr(UcxBinding, "check", lambda binding: None)
+    monkeypatch.setattr(NetworkBinding, "check", lambda binding: None)
     with socket.socket() as other:
         other.bind(("0.0.0.0", taken + 1))
         other.listen()
@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_after_the_check_is_refused_in_time(
             UcxTransport(
                 profile=TransportProfile.TCP,
                 clock=SystemClock(),
-                binding=UcxBinding.parse("lo", f"{taken}-{taken + neighbors}"),
+                binding=NetworkBinding.parse("lo", f"{taken}-{taken + neighbors}"),
             )
     assert refused.value.field == "transport_ports"
     wait_until(
@@ -133,7 +133,7 @@ def test_an_interface_that_does_not_exist_is_refused(interface: str) -> None:
         UcxTransport(
             profile=TransportProfile.TCP,
             clock=SystemClock(),
-            binding=UcxBinding.parse(interface, ""),
+            binding=NetworkBinding.parse(interface, ""),
         )
     assert refused.value.field == "transport_interface"
 
@@ -147,4 +147,4 @@ def test_ports_that_are_no_range_are_refused_by_field(ports: str) -> None:
 
 def test_a_list_of_interfaces_with_a_gap_is_refused() -> None:
     with pytest.raises(ConfigError, match="names separated by commas"):
-        UcxBinding.parse("lo,,eth0", "")
+        NetworkBinding.parse("lo,,eth0", "")

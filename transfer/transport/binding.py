@@ -1,4 +1,4 @@
-"""Network devices and TCP ports on which UCX listens, checked before UCX gets them.
+"""Network devices and TCP ports on which a transport listens, checked before it gets them.
 
 If every port of its range is in use, UCX searches forever. An unknown device appears only as "no
 transport". So both are checked first, and rejected with the name of the setting.
@@ -27,8 +27,8 @@ PORTS_FIELD = "transport_ports"
 
 
 @dataclass(frozen=True)
-class UcxBinding:
-    """Restriction of UCX to devices and ports.
+class NetworkBinding:
+    """Restriction of a transport to devices and ports.
 
     `devices` are names, RDMA ones with their port ("mlx5_0:1"); empty allows all. `ports` are the
     first and the last; None allows any.
@@ -51,18 +51,8 @@ class UcxBinding:
             )
         return cls(devices, parse_ports(ports) if ports else None)
 
-    @property
-    def options(self) -> dict[str, str]:
-        """Return UCX options by name without the UCX_ prefix; they override the environment."""
-        options = {"NET_DEVICES": ",".join(self.devices)} if self.devices else {}
-        return (
-            options
-            if self.ports is None
-            else {**options, "TCP_PORT_RANGE": "{}-{}".format(*self.ports)}
-        )
-
     def places(self) -> "tuple[ListeningPlace, ...]":
-        """Return the network devices on which UCX listens; without a setting, all that are up."""
+        """Return the network devices on which the transport listens; without a setting, all that are up."""
         names = [name.partition(":")[0] for name in self.devices] or [
             name for _, name in socket.if_nameindex() if _flags(name) & _IFF_UP
         ]
@@ -89,7 +79,7 @@ class UcxBinding:
             raise no_free_port(self.ports)
 
 
-ANYWHERE = UcxBinding()
+ANYWHERE = NetworkBinding()
 
 
 @dataclass(frozen=True)
