@@ -15,7 +15,8 @@ from typing import NamedTuple
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
 from router.workers.failed_links import FailedLinks
-from router.workers.policy import LinkedWorkers, Policy, PolicyContext, choose, choose_pair
+from router.workers.policies import PolicyContext
+from router.workers.policy import LinkedWorkers, Policy, choose, choose_pair
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
@@ -168,9 +169,7 @@ class WorkerPlacement:
         return self._cached(WorkerRole.PREFILL, prompt)
 
     def num_missing(self, prompt: RoutedPrompt) -> int:
-        """Return the prompt tokens left to compute on the prefill worker with most of the prompt
-        cached.
-        """
+        """Return the prompt tokens to compute on the prefill worker with most of it cached."""
         return self._caches.num_missing(self._workers.usable[WorkerRole.PREFILL], prompt)
 
     def book_prefill(

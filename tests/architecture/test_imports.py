@@ -202,3 +202,15 @@ def test_the_cycle_finder_finds_cycles() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
     assert find_cycle({"a": {"a"}}) == ["a", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []
+
+
+def test_one_module_names_ucx() -> None:
+    """`make_transport` chooses the transport; all others take what the protocols promise."""
+    product = modules(*PRODUCT)
+    naming = {
+        name
+        for name, tree in product.items()
+        if not name.startswith(("transfer.ucx", "bench.", "tools."))
+        and any(imported.startswith("transfer.ucx") for imported in imports_of(tree, product))
+    }
+    assert naming == {"pool.stage.transports"}

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 
 from router.workers.candidate import Candidate
 from router.workers.pace import MEMORY_S, AnswerPace
-from router.workers.policy import (
-    AFFINITY_FACTOR,
-    AFFINITY_SLACK,
-    LinkedWorkers,
-    Policy,
-    PolicyContext,
-    choose,
-    choose_pair,
-)
+from router.workers.policies import AFFINITY_FACTOR, AFFINITY_SLACK, PolicyContext
+from router.workers.policy import LinkedWorkers, Policy, choose, choose_pair
 from runtime.clock import ManualClock
 from runtime.pace import MIN_TOKENS
 

@@ -14,7 +14,8 @@ from bench.cache_policy import CachedPool, TracedPrompt
 from pool.prefix.tree import ResumeRule
 from protos import worker_pb2
 from router.workers.candidate import Candidate
-from router.workers.policy import Policy, PolicyContext, choose
+from router.workers.policies import PolicyContext
+from router.workers.policy import Policy, choose
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import NAME_BYTES, block_names
 
