@@ -10,6 +10,7 @@ from prometheus_client import Counter
 
 from protos import decode_pb2, prefill_pb2
 from runtime.errors import BatonError, DeadlineError
+from runtime.queue_reader import QueueReader
 from runtime.rpc.calls import SendQueue
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
@@ -35,7 +36,7 @@ class Inbox(Generic[InputT, HappenedT]):
         self._expired = expired
         self._items: deque[InputT | HappenedT | SessionChanged] = deque()
         self._num_unread = 0  # router messages among them
-        self._reader: asyncio.Future[None] | None = None  # waits for an item
+        self._reader = QueueReader()
 
     def received(self, message: InputT) -> bool:
         """Add a message of the router; return False if too many are unread."""
@@ -69,18 +70,16 @@ class Inbox(Generic[InputT, HappenedT]):
     async def _wait(
         self, timeout_s: float | None, waiting_for: str, failure: type[BatonError]
     ) -> None:
-        self._reader = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._reader
+                await self._reader.wait()
         except TimeoutError:
             self._expired.inc()
             raise failure(f"gave up waiting for {waiting_for}") from None
 
     def _put(self, item: InputT | HappenedT | SessionChanged) -> None:
         self._items.append(item)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._reader.wake()
 
 
 class EventSender(Generic[EventT]):

@@ -15,6 +15,7 @@ from router.request.timeline import Timeline
 from router.text.detokenizer import Detokenizer, StopMatcher
 from runtime.clock import Deadline, LoopClock
 from runtime.errors import RequestAborted
+from runtime.queue_reader import QueueReader
 
 MAX_UNREAD = 64  # messages
 MAX_JOINED = 256  # tokens per message
@@ -222,7 +223,7 @@ class ResponseQueue:
         # By choice: the unread message that further tokens may join.
         self._open_chunks: dict[int, generation_pb2.GenerateResponse] = {}
         self._loop = asyncio.get_running_loop()
-        self._reader: asyncio.Future[None] | None = None  # resolved by the next message
+        self._reader = QueueReader()
         self._was_read = asyncio.Event()
         self._waited_s = 0.0  # total wait for room
         self._read_at = 0.0  # loop time of the last read, or of the first message since empty
@@ -251,7 +252,7 @@ class ResponseQueue:
             self._open_chunks[index] = response
         else:  # text or scores on their own, or the finish
             self._open_chunks.pop(index, None)
-        self._wake()
+        self._reader.wake()
 
     @property
     def has_room(self) -> bool:
@@ -286,7 +287,7 @@ class ResponseQueue:
         """Close the queue: no message will be put."""
         if self._deadline is None:
             self._deadline = Deadline.after(LoopClock(self._loop), self._stall_limit_s)
-        self._wake()
+        self._reader.wake()
 
     def __aiter__(self) -> Self:
         return self
@@ -300,8 +301,7 @@ class ResponseQueue:
         while not self._unread:
             if self._deadline is not None:
                 raise StopAsyncIteration
-            self._reader = self._loop.create_future()
-            await self._reader
+            await self._reader.wait()
         if self._deadline is not None and self._deadline.is_over:
             raise RequestAborted(
                 f"the client has not read the end of its stream for {self._stall_limit_s:g} s"
@@ -317,10 +317,6 @@ class ResponseQueue:
     @property
     def _is_stalled(self) -> bool:
         return self._loop.time() - self._read_at > self._stall_limit_s
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 def _join(chunk: generation_pb2.GenerateChunk, more: generation_pb2.GenerateChunk) -> bool:

@@ -23,6 +23,7 @@ from runtime.errors import BatonError, DrainingError, InternalError, InvalidRequ
 from runtime.observe.log import bound_ids
 from runtime.observe.metrics import RpcMetrics
 from runtime.observe.tracing import UNTRACED, Metadata, Tracing
+from runtime.queue_reader import QueueReader
 from runtime.rpc.read_limits import CallLimiter
 from runtime.rpc.status import MAX_VIOLATIONS, RpcFailure, failure_of
 
@@ -262,7 +263,7 @@ class SendQueue(Generic[ItemT]):
         self._limits = limits
         # Items with their weights by key, ordered by each key's first item.
         self._waiting: dict[int, deque[tuple[ItemT, int]]] = {}
-        self._reader: asyncio.Future[None] | None = None  # set while `take` waits for an item
+        self._reader = QueueReader()
         self._is_closed = False
         self._error: Exception | None = None
 
@@ -276,7 +277,7 @@ class SendQueue(Generic[ItemT]):
         if items is None:
             self._waiting[key] = items = deque()
         items.append((item, weight))
-        self._wake()
+        self._reader.wake()
 
     def newest(self, key: int) -> ItemT | None:
         """Return the last queued item of this request, to which more may be added."""
@@ -295,7 +296,7 @@ class SendQueue(Generic[ItemT]):
         if not self._is_closed:
             self._is_closed = True
             self._error = error
-            self._wake()
+            self._reader.wake()
 
     async def take(self) -> list[ItemT]:
         """Return the items of the next message, or none if the queue is closed and empty.
@@ -303,8 +304,7 @@ class SendQueue(Generic[ItemT]):
         Raises the error with which the queue was closed.
         """
         while not self._waiting and not self._is_closed:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            await self._reader.wait()
             # Tasks that were woken at the same time also add their items.
             await asyncio.sleep(0)
         if self._error is not None:
@@ -325,7 +325,3 @@ class SendQueue(Generic[ItemT]):
             if not items:
                 del self._waiting[key]
         return taken
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
