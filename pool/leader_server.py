@@ -21,6 +21,7 @@ from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
+from runtime.errors import BatonError
 from runtime.process.supervision import background
 
 WORKER_SERVICE = "baton.v1.Worker"
@@ -30,7 +31,8 @@ REFRESH_S = 0.25  # seconds between two updates of the gauges
 class LeaderServer:
     """A leader and the services that report on it. Belongs to the event loop's thread.
 
-    The engine thread calls `_on_settled` and the meters.
+    Implements `PoolListener` and `Evictor` of its leader. The engine thread calls `_on_settled` and
+    the meters.
     """
 
     def __init__(self, process: PoolProcess, reports: SessionReports, *, began_s: float) -> None:
@@ -55,10 +57,8 @@ class LeaderServer:
             self._role.ranks.schedulers,
             GuidedSampler(stage.grammars),
             reports=reports,
-            warm_up=self._warm_up,
-            on_serving=self._on_serving,
-            empty=self._empty,
-            hand_back=self._server.hand_back,
+            listener=self,
+            evictor=self,
             observer=self._observer(),
             on_frame=self._meters.on_frame,
             count_refused=process.refusals.count,
@@ -122,13 +122,20 @@ class LeaderServer:
         if pipeline_service is not None:
             pipeline_pb2_grpc.add_PipelineServicer_to_server(pipeline_service, server.grpc)
 
-    async def _warm_up(self) -> None:
+    async def warm_up(self) -> None:
+        """Implement `PoolListener`."""
         await self._role.warm_up(self._parts)
 
-    async def _empty(self, grace_s: float) -> None:
+    async def empty(self, grace_s: float) -> None:
+        """Implement `Evictor`."""
         await self._server.empty(grace_s=grace_s)
 
-    def _on_serving(self, serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
+    async def hand_back(self, error: BatonError) -> None:
+        """Implement `Evictor`."""
+        await self._server.hand_back(error)
+
+    def serving_changed(self, reason: str, *, serving: bool) -> None:
+        """Implement `PoolListener`: the reason is in the load reports."""
         self._show_health(serving)
         if serving and not self._start_s:
             self._start_s = self._events.time() - self._began_s

@@ -7,7 +7,8 @@ batch channel and model. A pool of one stage is formed from the start.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from engine.core.layer_range import Placement
 from engine.core.time_limits import HangWatch, StepLimit
@@ -37,7 +38,6 @@ from transfer.transport.forming import Forming
 
 logger = logging.getLogger(__name__)
 
-ServingListener = Callable[[bool, str], None]
 WARM_UP_PAUSE_S = 1.0  # seconds between two tries
 WATCH_S = 0.25  # seconds between two checks of the engine
 # Seconds that an unhealthy pool stays up after its requests ended, so that its count of broken
@@ -45,15 +45,35 @@ WATCH_S = 0.25  # seconds between two checks of the engine
 LINGER_S = 20.0
 
 
+class PoolListener(Protocol):
+    """The owner of a leader: it warms the pool up, and shows whether the pool serves."""
+
+    async def warm_up(self) -> None:
+        """Send one token through all stages; the pool serves only after that."""
+        ...
+
+    def serving_changed(self, reason: str, *, serving: bool) -> None:
+        """Show whether the pool serves; `reason` says why not."""
+        ...
+
+
+class Evictor(Protocol):
+    """The end of a pool's requests before their last token."""
+
+    async def empty(self, grace_s: float) -> None:
+        """Let requests finish for some seconds, then hand the rest back to their routers."""
+        ...
+
+    async def hand_back(self, error: BatonError) -> None:
+        """Hand all requests back at once."""
+        ...
+
+
 class Leader:
     """The leader of a pool: connects schedulers, one per data rank, to the stages.
 
     Implements `pool.pipeline.membership.MembershipObserver`. `reports` is the port with which the
     stage's transfer agent was built.
-
-    `warm_up` sends one token through all stages; the pool serves only after it has returned.
-    `empty` lets requests finish for some seconds and then hands the rest back to their routers.
-    `hand_back` returns all of them at once.
 
     If the engine finds the pipeline broken though no stage was lost, all streams are ended, the
     stages join again, and the pool forms again. A pool of one stage cannot form again, so `failure`
@@ -69,10 +89,8 @@ class Leader:
         sampler: RequestSampler,
         *,
         reports: SessionReports,
-        warm_up: Callable[[], Awaitable[None]],
-        on_serving: ServingListener,
-        empty: Callable[[float], Awaitable[None]],
-        hand_back: Callable[[BatonError], Awaitable[None]],
+        listener: PoolListener,
+        evictor: Evictor,
         observer: LoopObserver | None = None,
         on_frame: Callable[[int], object] = lambda num_bytes: None,
         count_refused: RefusalCounts = lambda channel: lambda reason: None,
@@ -80,10 +98,8 @@ class Leader:
         self._config = config
         self._stage = stage
         self._sampler = sampler
-        self._warm_up = warm_up
-        self._on_serving = on_serving
-        self._empty = empty
-        self._hand_back = hand_back
+        self._listener = listener
+        self._evictor = evictor
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._is_draining = False
         self._forming: Forming | None = None  # the current one
@@ -275,7 +291,7 @@ class Leader:
         )
 
     async def _dismiss(self, link: StageLink, grace_s: float) -> None:
-        await self._empty(grace_s)
+        await self._evictor.empty(grace_s)
         link.dismiss()
 
     def stage_lost(self, rank: int) -> None:
@@ -326,7 +342,7 @@ class Leader:
                 )
         error = UnavailableError(f"this worker cannot continue: {self.failure}")
         self._close(str(error))
-        await self._hand_back(error)
+        await self._evictor.hand_back(error)
         await asyncio.sleep(self._linger_s)
         return error
 
@@ -360,7 +376,7 @@ class Leader:
     async def _become_ready(self) -> None:
         while True:
             try:
-                await self._warm_up()
+                await self._listener.warm_up()
                 break
             except BatonError as error:
                 logger.warning("the warm-up failed: %s", error)
@@ -378,4 +394,4 @@ class Leader:
         logger.info("serving with %d stages", stages) if stages else logger.info(
             "not serving: %s", reason
         )
-        self._on_serving(self.serving, reason)
+        self._listener.serving_changed(reason, serving=self.serving)

@@ -144,11 +144,20 @@ async def leading(
     may_let_go = asyncio.Event()
     may_let_go.set()
 
-    async def empty(grace_s: float) -> None:
-        await may_let_go.wait()
+    class Owner:
+        """Implements `PoolListener` and `Evictor`."""
 
-    async def hand_back(error: BatonError) -> None:
-        handed_back.append(error)
+        async def warm_up(self) -> None:
+            await warm_up()
+
+        def serving_changed(self, reason: str, *, serving: bool) -> None:
+            reasons.append(reason)
+
+        async def empty(self, grace_s: float) -> None:
+            await may_let_go.wait()
+
+        async def hand_back(self, error: BatonError) -> None:
+            handed_back.append(error)
 
     config = cast(
         WorkerConfig,
@@ -167,11 +176,9 @@ async def leading(
         cast(Stage, stage),
         [scheduler],
         GuidedSampler(None),
-        warm_up=warm_up,
-        empty=empty,
-        hand_back=hand_back,
         reports=SessionReports(asyncio.get_running_loop()),
-        on_serving=lambda serving, reason: reasons.append(reason),
+        listener=Owner(),
+        evictor=Owner(),
     )
     leader.start()
     try:
