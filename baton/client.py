@@ -98,7 +98,7 @@ def _attempts(query: Query, timeout_s: float | None, retry: Retry, turns: Target
         timeout_s=timeout_s,
         clock=SystemClock(),
         rng=random.Random(),
-        draw_seed=lambda: secrets.randbits(64),
+        new_seed=lambda: secrets.randbits(64),
     )
 
 

@@ -179,13 +179,13 @@ class AnswerSoFar:
     Every event of every attempt passes through `news`.
     """
 
-    def __init__(self, query: Query, draw_seed: Callable[[], int]) -> None:
+    def __init__(self, query: Query, new_seed: Callable[[], int]) -> None:
         """Start without output; give a sampled query a seed.
 
         The next router must sample with the same seed.
         """
         if query.sampling.seed is None and query.sampling.temperature != 0:
-            query = replace(query, sampling=replace(query.sampling, seed=draw_seed()))
+            query = replace(query, sampling=replace(query.sampling, seed=new_seed()))
         self._query = query
         self._num_choices = query.n or 1
         self._token_ids = {index: list(token_ids) for index, token_ids in enumerate(query.resumed)}
@@ -270,14 +270,14 @@ class Attempts:
         timeout_s: float | None,
         clock: Clock,
         rng: random.Random,
-        draw_seed: Callable[[], int],
+        new_seed: Callable[[], int],
     ) -> None:
         """Start with no attempt made.
 
         Raises:
             InvalidRequestError: `timeout_s` is not a number.
         """
-        self._answer = AnswerSoFar(query, draw_seed)
+        self._answer = AnswerSoFar(query, new_seed)
         self._budget = RetryBudget(retry, _checked_timeout(timeout_s), len(turns), clock, rng)
         self._turns = turns
         self._turn = 0

@@ -73,7 +73,7 @@ async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str,
     began_tokens = sum(tokens)
     await asyncio.sleep(seconds)
     passed_s = time.monotonic() - began_s
-    drawn = sum(tokens) - began_tokens
+    num_sampled = sum(tokens) - began_tokens
     stages = [
         now.since(before)
         for before, now in zip(first, (await ports.leader(), await ports.last_stage()), strict=True)
@@ -81,7 +81,7 @@ async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str,
     bubbles = [1 - figures.value(f"{STEP}_sum") / passed_s for figures in stages]
     return {
         "streams": len(tokens),
-        "tokens_per_s": drawn / passed_s,
+        "tokens_per_s": num_sampled / passed_s,
         "bubble": min(bubbles),
         **{f"bubble_{rank}": bubble for rank, bubble in enumerate(bubbles)},
         **{

@@ -100,7 +100,7 @@ class Calibrator:
             [(each.requests, each.chunks, each.prompt_tokens) for each in spent],
             [each.core_s[PREFILL] for each in spent],
         )
-        causes = [(each.requests, each.prompt_tokens, each.rounds, each.drawn) for each in spent]
+        causes = [(each.requests, each.prompt_tokens, each.rounds, each.sampled) for each in spent]
         decode = fitted(causes, [each.core_s[DECODE] for each in spent])
         others = fitted(causes, [each.core_s[OTHERS] for each in spent])
         num_cores = len(os.sched_getaffinity(0))

@@ -56,7 +56,7 @@ def accuracy(whole: ModelDescription, tokens: list[int]) -> dict[str, Value]:
 def _logits(description: ModelDescription, tokens: list[int]) -> Tensor:
     """Return the logits, [len(tokens) - 1, vocab]."""
     driver = StageDriver(description, page_size=PAGE_SIZE, num_sequences=1, max_tokens=len(tokens))
-    batch = driver.batch(ForwardMode.PREFILL, {0: tokens}, draw=False)
+    batch = driver.batch(ForwardMode.PREFILL, {0: tokens}, samples=False)
     batch.scoring = (ScoringRow(tuple(tokens[1:]), num_top=0),)
     logits = driver.run(batch).logits
     assert logits is not None

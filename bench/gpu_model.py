@@ -45,7 +45,7 @@ from testing.batches import unmarked
 PAGE = 64
 _SHARE_OF_FREE = 0.8  # the rest is for activations and graphs
 Stopwatch = Callable[[Callable[[], object]], float]  # seconds per call
-_DRAW = SamplingRow(SamplingParams(), 0)
+_SAMPLED = SamplingRow(SamplingParams(), 0)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Subject:
                 context,
                 range(1 + row * each, 1 + (row + 1) * each),
                 1 + row,
-                _DRAW,
+                _SAMPLED,
                 spec,
             )
             for row in range(num_rows)

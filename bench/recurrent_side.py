@@ -39,7 +39,7 @@ INDEX_DIM = 128
 SELECTED = 2048
 
 
-def draw(*shape: int) -> Tensor:
+def random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
 
@@ -60,16 +60,18 @@ class Delta:
     """Convolution and delta rule."""
 
     def __init__(self) -> None:
-        conv = {layer: draw(MAX_ROWS + 1, KERNEL - 1, CHANNELS) for layer in range(NUM_LAYERS)}
+        conv = {
+            layer: random_tensor(MAX_ROWS + 1, KERNEL - 1, CHANNELS) for layer in range(NUM_LAYERS)
+        }
         state = {
             layer: torch.randn(MAX_ROWS + 1, HEADS, DIM, DIM) * 0.01 for layer in range(NUM_LAYERS)
         }
         self._backend = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=Numerics.EXACT)
-        self._weights = [draw(CHANNELS, KERNEL) for _ in range(NUM_LAYERS)]
+        self._weights = [random_tensor(CHANNELS, KERNEL) for _ in range(NUM_LAYERS)]
 
     def prepare(self, batch: ForwardBatch) -> Callable[[int], object]:
         count = batch.num_tokens
-        x = draw(count, CHANNELS + HEADS * DIM)[
+        x = random_tensor(count, CHANNELS + HEADS * DIM)[
             :, :CHANNELS
         ]  # next to other columns, as in a projection's output
         g = -torch.rand(count, HEADS)
@@ -90,9 +92,11 @@ class Latent:
 
     def __init__(self, *, chooses: bool) -> None:
         pages = 1 + MAX_ROWS * PAGES_PER_ROW
-        latent = {layer: draw(pages, PAGE_SIZE, LATENT + ROPE) for layer in range(NUM_LAYERS)}
+        latent = {
+            layer: random_tensor(pages, PAGE_SIZE, LATENT + ROPE) for layer in range(NUM_LAYERS)
+        }
         index = (
-            {layer: draw(pages, PAGE_SIZE, INDEX_DIM) for layer in range(NUM_LAYERS)}
+            {layer: random_tensor(pages, PAGE_SIZE, INDEX_DIM) for layer in range(NUM_LAYERS)}
             if chooses
             else {}
         )
@@ -112,10 +116,10 @@ class Latent:
     def prepare(self, batch: ForwardBatch) -> Callable[[int], object]:
         count = batch.num_tokens
         backend = self._backend
-        q = draw(count, LATENT_HEADS, LATENT + ROPE)
-        entries = draw(count, LATENT + ROPE)
-        index_q = draw(count, INDEX_HEADS, INDEX_DIM)
-        index_k = draw(count, INDEX_DIM)
+        q = random_tensor(count, LATENT_HEADS, LATENT + ROPE)
+        entries = random_tensor(count, LATENT + ROPE)
+        index_q = random_tensor(count, INDEX_HEADS, INDEX_DIM)
+        index_k = random_tensor(count, INDEX_DIM)
         weights = torch.rand(count, 64)
         backend.plan(batch)
 

@@ -86,13 +86,13 @@ class OpenLoad:
 class Spent:
     """Cost of some requests.
 
-    `drawn`: output tokens except first ones; `chunks` and `rounds`: steps of prefill and decode
+    `sampled`: output tokens except first ones; `chunks` and `rounds`: steps of prefill and decode
     pools; `core_s`: by role.
     """
 
     requests: int
     prompt_tokens: int
-    drawn: int
+    sampled: int
     chunks: float
     rounds: float
     core_s: Mapping[str, float]

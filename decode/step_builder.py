@@ -95,9 +95,9 @@ class StepBuilder:
             total = self.readable(entry)
             end = chunk_end(entry.computed, total, budget, self.limits.grid)
             if end > entry.computed:
-                draws = end == total and not entry.outputs
+                samples = end == total and not entry.outputs
                 budget -= end - entry.computed
-                rows.append(self._known_row(entry, end, draws=draws))
+                rows.append(self._known_row(entry, end, samples=samples))
         return build_batch(ForwardMode.PREFILL, rows)
 
     def begin(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
@@ -105,7 +105,7 @@ class StepBuilder:
         return build_batch(
             ForwardMode.PREBUILT,
             [
-                _row(entry, [], draws=False)._replace(
+                _row(entry, [], samples=False)._replace(
                     spec=entry.draft.begin(self.draft_tokens(entry))
                 )
                 for entry in entries
@@ -117,7 +117,7 @@ class StepBuilder:
             return self._known_row(
                 entry,
                 entry.computed + 1,
-                draws=entry.computed == entry.num_tokens + entry.num_due - 1,
+                samples=entry.computed == entry.num_tokens + entry.num_due - 1,
             )
         return (
             self._replayed_row(entry)
@@ -125,17 +125,17 @@ class StepBuilder:
             else self._verified_row(entry)
         )
 
-    def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
+    def _known_row(self, entry: DecodeEntry, end: int, *, samples: bool) -> Row:
         """Return a row for the known tokens up to `end`, or for the token that is due."""
         row = _row(
             entry,
             [NOT_SAMPLED] if entry.num_due else entry.tokens(entry.computed, end),
-            draws=draws,
+            samples=samples,
         )
         entry.advance(end)
         if not self.limits.speculates:
             return row
-        next_token_id = None if draws else entry.tokens(end, end + 1)[0]
+        next_token_id = None if samples else entry.tokens(end, end + 1)[0]
         return row._replace(
             spec=entry.draft.prefill(row.context_len, next_token_id, self.draft_tokens(entry))
         )
@@ -146,7 +146,7 @@ class StepBuilder:
             entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1)
         )
         end = entry.computed + count
-        row = _row(entry, entry.tokens(entry.computed, end), draws=False)
+        row = _row(entry, entry.tokens(entry.computed, end), samples=False)
         spec = entry.draft.replay(
             entry.computed,
             count,
@@ -173,7 +173,7 @@ class StepBuilder:
             scratch=entry.scratch_id,
         )
         newest = entry.tokens(entry.computed, entry.num_tokens)
-        return _row(entry, [*newest, *tree.token_ids], draws=True)._replace(spec=spec)
+        return _row(entry, [*newest, *tree.token_ids], samples=True)._replace(spec=spec)
 
     def _room(self, entry: DecodeEntry, wanted: int) -> int:
         """Return how many of `wanted` more tokens the entry has memory for.
@@ -190,11 +190,11 @@ class StepBuilder:
         return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
 
 
-def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
+def _row(entry: DecodeEntry, tokens: list[int], *, samples: bool) -> Row:
     assert entry.pages is not None
     assert entry.slot is not None
     sampling = None
-    if draws:
+    if samples:
         sampling = sampling_row(
             entry.request,
             entry.outputs,

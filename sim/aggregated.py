@@ -58,7 +58,7 @@ class _AggregatedWorker:
             if chunk:
                 self._step(chunk)
             elif self._rows:
-                self._draw(until_s)
+                self._decode(until_s)
             else:
                 self.now_s = until_s
 
@@ -103,7 +103,7 @@ class _AggregatedWorker:
                 self._rows.append(handler)
                 self._sampled_by(handler, 1)
 
-    def _draw(self, until_s: float) -> None:
+    def _decode(self, until_s: float) -> None:
         """Run rounds with the same rows, until one has all its tokens or `until_s` has passed."""
         growth_s = self.costs.decode.context_s * len(self._rows)
         span = Rounds(self.now_s, min(row.left for row in self._rows), self._round_s(), growth_s)

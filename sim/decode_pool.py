@@ -158,7 +158,7 @@ class DecodePool:
     def advance(self, now_s: float) -> list[SimulatedRow]:
         """End the span; return the rows that have all their tokens and were removed."""
         if self.span is not None:
-            self._draw(self.span)
+            self._decode(self.span)
             self.span = None
         done = [row for row in self._running if row.left <= 0 and row.key in self._held]
         gone = [row for row in self._running if row.left <= 0 or row.key not in self._held]
@@ -245,7 +245,7 @@ class DecodePool:
         rounds = min(self.span.rounds_by(now_s) + 1, self.span.num_rounds)
         self.span = Rounds(self.span.began_s, rounds, self.span.first_s, self.span.growth_s)
 
-    def _draw(self, span: Rounds) -> None:
+    def _decode(self, span: Rounds) -> None:
         tokens = self._tokens(span.num_rounds)
         self.busy_s += span.ends_s - span.began_s
         for row in self._running:

@@ -116,14 +116,14 @@ class GraphBucket:
     Attributes:
         is_masked: the rows may be trees, which attention reads through a mask; otherwise they are
             causal.
-        draws: a token is sampled after the rows. Most prompt chunks sample none.
+        samples: a token is sampled after the rows. Most prompt chunks sample none.
     """
 
     mode: ForwardMode
     max_rows: int
     row_tokens: int = 1
     is_masked: bool = False
-    draws: bool = True
+    samples: bool = True
 
     @property
     def num_rows(self) -> int:

@@ -233,7 +233,7 @@ class Placement:
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
-    def draws(self) -> bool:
+    def samples(self) -> bool:
         """Return whether this process samples the tokens of its data rank."""
         return self.is_last_stage and self.tensor.attention.rank == 0
 

@@ -18,7 +18,7 @@ from engine.memory.layout import NULL_INDEX
 
 _PADDING_ID = -1
 # Padding rows sample, so that a captured forward returns logits of every token.
-_DRAWS = SamplingRow(SamplingParams(), position=0)
+_SAMPLED = SamplingRow(SamplingParams(), position=0)
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
         positions=_followed(batch.positions, num_tokens),
         page_tables=tables,
         slot_ids=F.pad(batch.slot_ids, (0, num_rows), value=NULL_INDEX),
-        sampling=(*batch.sampling, *(_DRAWS,) * num_rows),
+        sampling=(*batch.sampling, *(_SAMPLED,) * num_rows),
         spec_info=_padded_trees(batch, lens, bucket) if bucket.mode is ForwardMode.VERIFY else None,
         graph_bucket=bucket,
     )

@@ -144,7 +144,7 @@ class HostSteps:
         if batch.mode is ForwardMode.PREFILL:
             is_whole = batch.query_lens == (self._chunk_tokens,)
             return (
-                GraphBucket(batch.mode, 1, self._chunk_tokens, draws=any(batch.sampling))
+                GraphBucket(batch.mode, 1, self._chunk_tokens, samples=any(batch.sampling))
                 if is_whole
                 else None
             )

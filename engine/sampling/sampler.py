@@ -29,7 +29,7 @@ from engine.core.numerics import HOST
 from engine.core.request import ProblemCause, SampledToken, TokenLogprobs
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.tokens.row_ops import largest_of_rows
-from engine.kernels.host.tokens.sampling import NOT_HERE, draw_tokens
+from engine.kernels.host.tokens.sampling import NOT_HERE, sample_tokens
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 
@@ -235,7 +235,7 @@ def _sampled(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list
     ]
     tokens = []
     for index, (token_id, row) in enumerate(
-        zip(draw_tokens(final, rules, _TEAM), rows, strict=True)
+        zip(sample_tokens(final, rules, _TEAM), rows, strict=True)
     ):
         if token_id == NOT_HERE:
             tokens.append(_fault(final[index].max().item()))  # NaN counts as largest
@@ -312,9 +312,9 @@ def wanted_tokens(batch: ForwardBatch) -> list[int]:
     a tree under verification needs all of its tokens.
     """
     wanted: list[int] = []
-    for start, end, num_scored, draws in _spans(batch):
+    for start, end, num_scored, samples in _spans(batch):
         wanted += range(start, start + num_scored)
-        if draws:
+        if samples:
             wanted += range(start, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
     return wanted
 
@@ -341,13 +341,13 @@ def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
     sampled: list[int] = []
     scores: list[Scores] = []
     at = 0
-    for row, (start, end, num_scored, draws) in enumerate(_spans(batch)):
+    for row, (start, end, num_scored, samples) in enumerate(_spans(batch)):
         scoring = batch.scoring[row]
         if scoring is not None:
             scores.append(
                 _scores(logits[at : at + num_scored], scoring.next_token_ids, scoring.num_top)
             )
-        num_sampled = (end - start if batch.mode is ForwardMode.VERIFY else 1) if draws else 0
+        num_sampled = (end - start if batch.mode is ForwardMode.VERIFY else 1) if samples else 0
         sampled += range(at + num_scored, at + num_scored + num_sampled)
         at += num_scored + num_sampled
     return ScoredLogits(logits[torch.tensor(sampled, dtype=torch.long)], scores)

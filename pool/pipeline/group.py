@@ -148,7 +148,7 @@ class StageGroup:
         self._agent = agent
         self._size = len(places)
         self._grammars = grammars
-        self._sampling_ranks = [rank for rank, place in enumerate(places) if place.draws]
+        self._sampling_ranks = [rank for rank, place in enumerate(places) if place.samples]
         self._members = [
             [rank for rank, place in enumerate(places) if place.tensor.data_rank == data_rank]
             for data_rank in range(places[0].tensor.data_size)

@@ -96,7 +96,7 @@ def build_stage(
     executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
-    if speculation is not None and place.draws:
+    if speculation is not None and place.samples:
         parts = runs_on.capturable if speculates else None
         capture = partial(build_draft_graphs, config, parts, speculation)
         drafter = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
@@ -209,6 +209,6 @@ def _load_layers(
 
 
 def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
-    if not config.placement.draws:
+    if not config.placement.samples:
         return None
     return load_grammars(config.model, facts.eos_token_ids)

@@ -96,7 +96,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             request,
             self._facts(),
             self._model.text_tokenizer,
-            draw_seed,
+            new_seed,
             self._model.grammars,
             most_urgent=self._limits.priorities.most_urgent(caller),
             client=caller.account,
@@ -284,7 +284,7 @@ async def _flush(worker: Worker) -> generation_pb2.FlushedCache:
     return flushed
 
 
-def draw_seed() -> int:
+def new_seed() -> int:
     """Return a seed for a request without one."""
     return secrets.randbits(64)
 

@@ -88,7 +88,7 @@ async def admissible(
     request: generation_pb2.GenerateRequest,
     facts: ModelLimits,
     text_tokenizer: TextTokenizer | None,
-    draw_seed: Callable[[], int],
+    new_seed: Callable[[], int],
     grammars: Grammars | None = None,
     *,
     most_urgent: int = -MAX_PRIORITY,
@@ -96,7 +96,7 @@ async def admissible(
 ) -> AdmissibleRequest:
     """Validate a request of `client` and return it in the workers' terms.
 
-    `draw_seed` returns the seed of a request that has none. Without `grammars` structured output is
+    `new_seed` returns the seed of a request that has none. Without `grammars` structured output is
     not available. `most_urgent` is the smallest priority that the client may use. It is also the
     priority of a request without one, if 0 would be too urgent.
 
@@ -132,7 +132,7 @@ async def admissible(
     ]
     if violations:
         raise InvalidRequestError(*violations)
-    resolved = _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
+    resolved = _of_this_prompt(_resolve(request, facts, prompt, new_seed))
     resolved.engine.priority = _priority(request, most_urgent)
     return replace(resolved, client=client)
 
@@ -411,7 +411,7 @@ def _resolve(
     request: generation_pb2.GenerateRequest,
     facts: ModelLimits,
     prompt: list[int],
-    draw_seed: Callable[[], int],
+    new_seed: Callable[[], int],
 ) -> AdmissibleRequest:
     stop = request.stop
     room = facts.max_context_tokens - len(prompt)
@@ -435,7 +435,7 @@ def _resolve(
         cache_salt=request.cache_salt,
     )
     if not engine.sampling.HasField("seed"):
-        engine.sampling.seed = draw_seed()
+        engine.sampling.seed = new_seed()
     return AdmissibleRequest(
         engine,
         tuple(stop.stop_strings),

@@ -114,8 +114,8 @@ class Rig(CacheRig[DecodeScheduler]):
     def tokens_of(self, key: int) -> Sequence[int]:
         return self.asked[key].tokens
 
-    def on_row(self, key: int, context: int, count: int, *, draws: bool) -> None:
-        is_step = draws and context >= len(self.asked[key].request.prompt_token_ids)
+    def on_row(self, key: int, context: int, count: int, *, samples: bool) -> None:
+        is_step = samples and context >= len(self.asked[key].request.prompt_token_ids)
         self.num_read += 0 if is_step else count
 
     def end(self) -> None:

@@ -208,7 +208,7 @@ def _read_counted(data: bytes) -> object:
 
 def _admit(data: bytes) -> object:
     request = generation_pb2.GenerateRequest.FromString(data)
-    return _ended(admissible(request, FACTS, None, draw_seed=lambda: 42))
+    return _ended(admissible(request, FACTS, None, new_seed=lambda: 42))
 
 
 def _ended(coroutine: Coroutine[Any, Any, object]) -> object:
@@ -224,7 +224,7 @@ def _ended(coroutine: Coroutine[Any, Any, object]) -> object:
 
 def _engine_request(numbers: random.Random) -> bytes:
     request = generation_pb2.GenerateRequest.FromString(_generate_request(numbers))
-    admitted = _ended(admissible(request, FACTS, None, draw_seed=lambda: 42))
+    admitted = _ended(admissible(request, FACTS, None, new_seed=lambda: 42))
     data: bytes = admitted.engine.SerializeToString()  # type: ignore[attr-defined]
     return data
 

@@ -62,7 +62,7 @@ def test_a_layer_hands_shared_keys_to_the_next_one_s2_2(
         config.pop(name, None)
     model = random_model(config | sharing)
     driver = StageDriver(model, cuts=range(1, 6))
-    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20]}, draw=True)
+    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20]}, samples=True)
     output, hands_on = StageOutput(), []
     for index, (stage, context) in enumerate(zip(driver.stages, driver.contexts, strict=True)):
         local = unmarked(batch)
@@ -94,7 +94,9 @@ def test_a_boundary_carries_keys_only_before_a_sharing_layer_s2_5(
     cut: int, *, is_carried: bool, model: ModelDescription
 ) -> None:
     driver = StageDriver(model, cuts=(cut,))
-    _, selected = run_first_stage(driver, driver.batch(ForwardMode.PREFILL, {0: PROMPT}, draw=True))
+    _, selected = run_first_stage(
+        driver, driver.batch(ForwardMode.PREFILL, {0: PROMPT}, samples=True)
+    )
     if not is_carried:
         assert selected is None
         return
@@ -112,7 +114,7 @@ def test_keys_cross_stages_that_only_share_s2_6(model: ModelDescription) -> None
     batch."""
     whole, cut = StageDriver(model), StageDriver(model, cuts=(1, 2, 3))
     for driver in (whole, cut):
-        driver.prefill({0: PROMPT[:17]}, draw=False)
+        driver.prefill({0: PROMPT[:17]}, samples=False)
     assert torch.equal(
         cut.prefill({0: PROMPT[17:], 1: PROMPT[:5]}), whole.prefill({0: PROMPT[17:], 1: PROMPT[:5]})
     )
@@ -126,14 +128,14 @@ def test_selections_of_a_tree_cross_stages_s2_6(
     """Verification: every node has the bits of decoding its own path in one process."""
     tokens, parents, depths = [9, 11, 13, 17], (-1, 0, 0, 2), [0, 1, 1, 2]
     tree = StageDriver(model, cuts=cuts)
-    tree.prefill({0: PROMPT[:30]}, draw=False)
-    batch = tree.batch(ForwardMode.VERIFY, {0: tokens}, draw=True)
+    tree.prefill({0: PROMPT[:30]}, samples=False)
+    batch = tree.batch(ForwardMode.VERIFY, {0: tokens}, samples=True)
     batch.positions = torch.tensor([30 + depth for depth in depths])
     batch.spec_info = SpecInfo(torch.tensor(tokens), (SpecRow(parents),))
     logits = run_tree(tree, batch)
     for path in ([0, 1], [0, 2, 3]):
         plain = StageDriver(model)
-        plain.prefill({0: PROMPT[:30]}, draw=False)
+        plain.prefill({0: PROMPT[:30]}, samples=False)
         for node in path:
             assert torch.equal(plain.decode({0: tokens[node]})[0], logits[node]), f"node {node}"
 
@@ -153,7 +155,7 @@ def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(
     model: ModelDescription,
 ) -> None:
     driver = StageDriver(model, cuts=(4,))
-    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT}, draw=True)
+    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT}, samples=True)
     hidden, selected = run_first_stage(driver, batch)
     assert selected is not None
     context = driver.contexts[1]
@@ -189,7 +191,7 @@ def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(
     ):
         config.pop(name, None)
     driver = StageDriver(random_model(config | sharing), cuts=(4,))
-    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20], 1: PROMPT[20:]}, draw=True)
+    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20], 1: PROMPT[20:]}, samples=True)
     hidden, selected = run_first_stage(driver, batch)
     assert hidden is not None
     assert (selected is not None) == is_refused
@@ -218,7 +220,7 @@ def run_last_stage(
 
 def test_a_batch_without_tokens_needs_no_keys_s2_5(model: ModelDescription) -> None:
     driver = StageDriver(model, cuts=(1, 2, 4))
-    logits = driver.run(driver.batch(ForwardMode.IDLE, {}, draw=False)).logits
+    logits = driver.run(driver.batch(ForwardMode.IDLE, {}, samples=False)).logits
     assert logits is not None
     assert logits.shape == (0, VOCAB_SIZE)
 
@@ -274,7 +276,7 @@ def test_ties_are_broken_equally_in_prefill_and_decode(checkpoint: CheckpointMak
     config = json.loads((checkpoint("deepseek_v32") / "config.json").read_text())
     model = random_model(config | {"index_n_heads": 2})
     whole, stepwise = StageDriver(model), StageDriver(model)
-    stepwise.prefill({0: PROMPT[:1]}, draw=False)
+    stepwise.prefill({0: PROMPT[:1]}, samples=False)
     for token in PROMPT[1:]:
         last = stepwise.decode({0: token})
     assert torch.equal(last, whole.prefill({0: PROMPT}))

@@ -32,7 +32,7 @@ def run_alone(driver: StageDriver, chunk_tokens: int = len(PROMPT)) -> list[Tens
     for start in range(0, len(PROMPT), chunk_tokens):
         chunk = PROMPT[start : start + chunk_tokens]
         is_last = start + chunk_tokens >= len(PROMPT)
-        logits = driver.prefill({0: chunk}, draw=is_last)
+        logits = driver.prefill({0: chunk}, samples=is_last)
     return [logits, *(driver.decode({0: token}) for token in CONTINUATION)]
 
 

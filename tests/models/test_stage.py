@@ -48,7 +48,7 @@ def test_one_layer_per_stage_does_first_layer_work_s0_5(
     driver = StageDriver(model, cuts=cuts)
     for stage in driver.stages:
         assert {layer.start_layer for layer in stage.layers} == {stage.layer_range.start}
-    driver.prefill({0: list(range(3, 67))}, draw=False)
+    driver.prefill({0: list(range(3, 67))}, samples=False)
     driver.prefill({0: [5, 6, 7]})
     driver.decode({0: 9})
     expected = [torch.arange(64), torch.arange(64, 67), torch.arange(67, 68)]
@@ -141,32 +141,32 @@ def test_layers_report_in_order_once_their_cache_is_complete(model: ModelDescrip
 def test_only_rows_that_draw_give_logits(model: ModelDescription) -> None:
     driver = StageDriver(model)
     alone = driver.prefill({0: [5, 6, 7]})
-    batch = driver.batch(ForwardMode.PREFILL, {1: [9, 10], 2: [5, 6, 7]}, draw=True)
+    batch = driver.batch(ForwardMode.PREFILL, {1: [9, 10], 2: [5, 6, 7]}, samples=True)
     batch.sampling = (None, batch.sampling[1])
     logits = driver.run(batch).logits
     assert logits is not None
     assert logits.dtype is torch.float32
     assert torch.equal(logits, alone)
-    assert driver.prefill({3: [8]}, draw=False).shape == (0, model.facts.vocab_size)
+    assert driver.prefill({3: [8]}, samples=False).shape == (0, model.facts.vocab_size)
 
 
 def test_captured_layer_outputs_travel_to_the_last_stage_s0_9(model: ModelDescription) -> None:
     wanted = frozenset({0, 2, 3})
     whole = StageDriver(model, capture_layers=wanted)
-    expected = whole.run(whole.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)).aux_hidden
+    expected = whole.run(whole.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, samples=True)).aux_hidden
     assert {layer_id: len(hidden) for layer_id, hidden in expected.items()} == dict.fromkeys(
         wanted, 3
     ), "of all tokens, though only the last one draws"
     for cuts in ((1,), (3,), (1, 2, 3)):
         driver = StageDriver(model, cuts=cuts, capture_layers=wanted)
         captured = driver.run(
-            driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
+            driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, samples=True)
         ).aux_hidden
         assert set(captured) == wanted
         assert all(torch.equal(captured[layer_id], expected[layer_id]) for layer_id in wanted)
     # The output of a stage's last layer is what the next stage gets.
     front = StageDriver(model, cuts=(1,), capture_layers=wanted)
-    batch = front.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
+    batch = front.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, samples=True)
     front.plan(0, batch)
     output = front.stages[0].forward(batch, None, front.contexts[0])
     assert output.hidden is not None
@@ -175,7 +175,7 @@ def test_captured_layer_outputs_travel_to_the_last_stage_s0_9(model: ModelDescri
 
 def test_a_batch_without_tokens_passes_every_stage(model: ModelDescription) -> None:
     driver = StageDriver(model, cuts=(2,), capture_layers=frozenset({1}))
-    output = driver.run(driver.batch(ForwardMode.IDLE, {}, draw=False))
+    output = driver.run(driver.batch(ForwardMode.IDLE, {}, samples=False))
     assert output.logits is not None
     assert output.logits.shape == (0, model.facts.vocab_size)
     assert output.aux_hidden[1].shape == (0, model.facts.hidden_size)
@@ -184,7 +184,7 @@ def test_a_batch_without_tokens_passes_every_stage(model: ModelDescription) -> N
 
 def test_a_stage_needs_its_input(model: ModelDescription) -> None:
     driver = StageDriver(model, cuts=(2,))
-    batch = driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
+    batch = driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, samples=True)
     with pytest.raises(InternalError, match="2-4 needs hidden states of 3 tokens"):
         driver.stages[1].forward(batch, None, driver.contexts[1])
     batch.token_ids = None

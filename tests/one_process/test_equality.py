@@ -35,7 +35,7 @@ def expected_scores(checkpoint: Path) -> tuple[TokenLogprobs, ...]:
         StageDriver(read_model(checkpoint)),
         tuple(make_questions(1)[0].prompt_token_ids),
     )
-    batch = driver.batch(ForwardMode.PREFILL, {0: list(prompt)}, draw=False)
+    batch = driver.batch(ForwardMode.PREFILL, {0: list(prompt)}, samples=False)
     batch.scoring = (ScoringRow(prompt[1:], num_top=3),)
     (scores,) = score(driver.run(batch).logits, batch).scores
     return tuple(

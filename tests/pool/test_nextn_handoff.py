@@ -75,7 +75,7 @@ async def test_the_first_tree_after_a_handoff_is_the_formulas(
         assert [token.token_id for token in pool.generate([ASKED])[0].tokens] == list(answer)
     oracle = NextNOracle.of(checkpoint)
     model = StageDriver(description, capture_layers=frozenset(oracle.layers))
-    found = model.run(model.batch(ForwardMode.PREFILL, {0: prompt}, draw=True)).aux_hidden[
+    found = model.run(model.batch(ForwardMode.PREFILL, {0: prompt}, samples=True)).aux_hidden[
         oracle.layers[0]
     ]
     assert begun[-1] == oracle.tree(list(found), [*prompt[1:], answer[0]], 0, shape)
@@ -176,7 +176,7 @@ def next_tree(drafter: Drafter, checkpoint: Path, first_token: int, num_nodes: i
     """Return the proposal of a draft that has followed the whole prompt itself."""
     prompt, description = list(ASKED.prompt_token_ids), read_model(checkpoint)
     model = StageDriver(description, capture_layers=frozenset({description.facts.num_layers - 1}))
-    features = model.run(model.batch(ForwardMode.PREFILL, {0: prompt}, draw=True)).aux_hidden
+    features = model.run(model.batch(ForwardMode.PREFILL, {0: prompt}, samples=True)).aux_hidden
     batch = build_batch(
         ForwardMode.PREFILL,
         [

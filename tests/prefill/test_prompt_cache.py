@@ -74,7 +74,7 @@ class Rig(CacheRig[PrefillScheduler]):
     def tokens_of(self, key: int) -> Sequence[int]:
         return self.prompts[key].token_ids
 
-    def on_row(self, key: int, context: int, count: int, *, draws: bool) -> None:
+    def on_row(self, key: int, context: int, count: int, *, samples: bool) -> None:
         self.num_computed += count
 
     def end(self) -> None:

@@ -88,29 +88,29 @@ def sample_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) ->
         )
         return runs
 
-    def draw(walking: Sequence[int]) -> list[SampledToken]:
+    def sample(walking: Sequence[int]) -> list[SampledToken]:
         rows = [
             sampling_at(sampled[at][1], [token.token_id for token in runs[at].tokens])
             for at in walking
         ]
         return sampler(logits[[starts[at] + runs[at].accepted[-1] for at in walking]], rows)
 
-    _walk(runs, _children(batch), draw)
+    _walk(runs, _children(batch), sample)
     return runs
 
 
 def _walk(
     runs: Sequence[AcceptedRun],
     children: Sequence[Mapping[tuple[int, int], int]],
-    draw: Callable[[Sequence[int]], list[SampledToken]],
+    sample: Callable[[Sequence[int]], list[SampledToken]],
 ) -> None:
     """Walk all runs to their ends at once.
 
-    `draw(walking)` samples tokens at the last accepted nodes of the runs with these indices.
+    `sample(walking)` samples tokens at the last accepted nodes of the runs with these indices.
     """
     walking = list(range(len(runs)))
     while walking:
-        for index, token in zip(walking, draw(walking), strict=True):
+        for index, token in zip(walking, sample(walking), strict=True):
             run = runs[index]
             run.tokens.append(token)
             child = children[run.row].get((run.accepted[-1], token.token_id))

@@ -34,7 +34,7 @@ def own_number_of_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def draw(count: int, shape: Shape, dtype: torch.dtype, *, seed: int = 1) -> DeltaInputs:
+def delta_inputs(count: int, shape: Shape, dtype: torch.dtype, *, seed: int = 1) -> DeltaInputs:
     """Return slices of wider tokens, as a projection gives them."""
     generator = torch.Generator().manual_seed(seed)
     k_heads, v_heads, key_dim, value_dim, num_decays = shape
@@ -112,7 +112,7 @@ def stepped(inputs: DeltaInputs, pool: Tensor, slot: int, *, is_new: bool) -> Te
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
 def test_both_forms_are_the_definition(shape: Shape, dtype: torch.dtype, count: int) -> None:
-    inputs = draw(count, shape, dtype)
+    inputs = delta_inputs(count, shape, dtype)
     expected, last = definition(inputs)
     pool = states(shape)
     found = delta_chunks(inputs, rows_of([count], [2], [1]), pool, TEAM)
@@ -139,7 +139,7 @@ def test_chunks_have_the_bits_they_have_alone(
 ) -> None:
     """Rows in company, on any number of threads, cut at a multiple of 64."""
     torch.set_num_threads(threads)
-    inputs = [draw(count, shape, dtype, seed=row) for row, count in enumerate(counts)]
+    inputs = [delta_inputs(count, shape, dtype, seed=row) for row, count in enumerate(counts)]
     together, slots = states(shape), list(range(len(counts)))
     firsts = [min(64 * cut, count) for count in counts]
     out = delta_chunks(
@@ -170,8 +170,8 @@ def test_chunks_have_the_bits_they_have_alone(
 @pytest.mark.parametrize("num_decays", [1, 24])
 def test_later_tokens_change_no_bit_of_earlier_ones(count: int, num_decays: int) -> None:
     shape: Shape = (2, 4, 24, 40, num_decays)
-    whole = draw(130, shape, torch.float32)
-    poisoned = joined([part_of(whole, slice(0, count)), draw(1, shape, torch.float32)])
+    whole = delta_inputs(130, shape, torch.float32)
+    poisoned = joined([part_of(whole, slice(0, count)), delta_inputs(1, shape, torch.float32)])
     poisoned.v[count] = math.nan
     outs = []
     for inputs in (whole, poisoned, part_of(whole, slice(0, count))):
@@ -188,7 +188,7 @@ def test_a_tree_node_has_the_bits_of_its_path_decoded(threads: int, dtype: torch
     torch.set_num_threads(threads)
     shape: Shape = (2, 6, 24, 100, 24 if threads % 2 else 1)
     parents = [-1, 0, 0, 1, -1, 4, 2]
-    inputs, prompt, other = (draw(n, shape, dtype, seed=n) for n in (7, 70, 3))
+    inputs, prompt, other = (delta_inputs(n, shape, dtype, seed=n) for n in (7, 70, 3))
     pool = states(shape)
     delta_chunks(prompt, rows_of([70], [1], [1]), pool, TEAM)
     scratch, before = states(shape, 20), pool.clone()

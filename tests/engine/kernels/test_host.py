@@ -34,7 +34,7 @@ TYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 8), (3, 1024), (40, 100), (1, 3, 24), (33, 5, 128), (0, 2, 16)]
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the middle columns of a wider tensor: dense tokens that are not contiguous."""
     generator = torch.Generator().manual_seed(len(shape))
     width = torch.Size(shape[1:]).numel()
@@ -59,8 +59,10 @@ def test_norm_is_the_definition(
     dtype: torch.dtype,
     rounds_first: bool,  # noqa: FBT001
 ) -> None:
-    x = draw(*shape, dtype=dtype)
-    weight = draw(*shape[1:], 1).view(shape[1:]).to(dtype if rounds_first else torch.float32)
+    x = random_tensor(*shape, dtype=dtype)
+    weight = (
+        random_tensor(*shape[1:], 1).view(shape[1:]).to(dtype if rounds_first else torch.float32)
+    )
     out = rms_norm(dense_tokens(x), weight.contiguous(), 1e-5, Team(), rounds_first=rounds_first)
     wide = x.double()
     unit = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -74,7 +76,7 @@ def test_norm_is_the_definition(
 def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(
     shape: tuple[int, int], dtype: torch.dtype, *, rounds_first: bool
 ) -> None:
-    x, other = draw(*shape, dtype=dtype), draw(*shape).mul(100).to(dtype)
+    x, other = random_tensor(*shape, dtype=dtype), random_tensor(*shape).mul(100).to(dtype)
     weight = torch.randn(shape[1])
     sums, normed = add_and_norm(x, other, weight, 1e-5, Team(), rounds_first=rounds_first)
     assert torch.equal(sums, x + other)
@@ -84,7 +86,7 @@ def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("head_dim", "half"), [(128, 64), (24, 5), (8, 1)])
 def test_rotation_is_the_definition(dtype: torch.dtype, head_dim: int, half: int) -> None:
-    x, angle = draw(35, 3, head_dim, dtype=dtype), draw(35, 1, half)
+    x, angle = random_tensor(35, 3, head_dim, dtype=dtype), random_tensor(35, 1, half)
     cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
     out = rotate_halves(dense_tokens(x), cos, sin, Team())
     a, b = x[..., :half].double(), x[..., half : 2 * half].double()
@@ -99,7 +101,7 @@ def test_rotation_is_the_definition(dtype: torch.dtype, head_dim: int, half: int
 def test_a_norm_that_rotates_has_the_bits_of_one_after_the_other(
     dtype: torch.dtype, head_dim: int, half: int, *, rounds_first: bool
 ) -> None:
-    x, angle = dense_tokens(draw(35, 3, head_dim, dtype=dtype)), draw(35, 1, half)
+    x, angle = dense_tokens(random_tensor(35, 3, head_dim, dtype=dtype)), random_tensor(35, 1, half)
     cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
     weight = torch.randn(3, head_dim)
     both = norm_and_rotate(x, weight, 1e-5, cos, sin, Team(), rounds_first=rounds_first)
@@ -117,9 +119,9 @@ def test_a_norm_that_rotates_has_the_bits_of_one_after_the_other(
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rows_bits_depend_on_the_row_alone(dtype: torch.dtype) -> None:
-    x, angle = draw(37, 3, 72, dtype=dtype), draw(37, 1, 36)
+    x, angle = random_tensor(37, 3, 72, dtype=dtype), random_tensor(37, 1, 36)
     cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
-    weight = draw(3, 72).contiguous().to(dtype)
+    weight = random_tensor(3, 72).contiguous().to(dtype)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -15,7 +15,7 @@ from engine.core.layer_range import eighth
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from runtime.errors import InternalError
-from tests.engine.kernels.test_packed_linear import COUNTS, SHAPES, draw
+from tests.engine.kernels.test_packed_linear import COUNTS, SHAPES, random_tensor
 
 TYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)]
 
@@ -51,7 +51,7 @@ def multiplied(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tenso
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_bits_are_the_described_ones(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    weight, x = draw(*shape, dtype=dtype), draw(40, shape[1], dtype=dtype, seed=1)
+    weight, x = random_tensor(*shape, dtype=dtype), random_tensor(40, shape[1], dtype=dtype, seed=1)
     product, expected = packed(weight), described(x, weight)
     for count in (1, 2, 7, 16, 17, 33, 40):
         assert torch.equal(
@@ -63,11 +63,14 @@ def test_the_bits_are_the_described_ones(dtype: torch.dtype, shape: tuple[int, i
 @pytest.mark.parametrize("dtype", TYPES)
 def test_epilogues_are_as_for_other_products(dtype: torch.dtype) -> None:
     weight, up, bias = (
-        draw(40, 96, dtype=dtype),
-        draw(40, 96, dtype=dtype, seed=1),
-        draw(40, dtype=dtype, seed=2),
+        random_tensor(40, 96, dtype=dtype),
+        random_tensor(40, 96, dtype=dtype, seed=1),
+        random_tensor(40, dtype=dtype, seed=2),
     )
-    x, residual = draw(9, 96, dtype=dtype, seed=3), draw(9, 40, dtype=dtype, seed=4)
+    x, residual = (
+        random_tensor(9, 96, dtype=dtype, seed=3),
+        random_tensor(9, 40, dtype=dtype, seed=4),
+    )
     plain = described(x, weight)
     assert torch.equal(
         packed(weight, bias).multiply(x, residual=residual),
@@ -87,7 +90,7 @@ def test_rows_that_were_codes_keep_them_and_their_scale(dtype: torch.dtype) -> N
     codes = torch.randint(-128, 128, (300, 250), generator=generator)
     codes[:, 90:160] //= 16
     scales = torch.rand(300, generator=generator).mul_(0.01).add_(1e-4)
-    weight, x = (codes * scales[:, None]).to(dtype), draw(9, 250, dtype=dtype, seed=2)
+    weight, x = (codes * scales[:, None]).to(dtype), random_tensor(9, 250, dtype=dtype, seed=2)
     kept = scales.clone()
     kept[::3] = 0
     product = PackedWeight(weight, None, Team(), in_bytes=True, row_scales=kept)
@@ -102,8 +105,11 @@ def test_rows_that_were_codes_keep_them_and_their_scale(dtype: torch.dtype) -> N
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
     dtype: torch.dtype, num_threads: int
 ) -> None:
-    weight, up = packed(draw(130, 250, dtype=dtype)), packed(draw(130, 250, dtype=dtype, seed=1))
-    x = draw(300, 250, dtype=dtype, seed=2)
+    weight, up = (
+        packed(random_tensor(130, 250, dtype=dtype)),
+        packed(random_tensor(130, 250, dtype=dtype, seed=1)),
+    )
+    x = random_tensor(300, 250, dtype=dtype, seed=2)
     whole, gated, before = weight.multiply(x), weight.multiply_gated(x, up), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -126,7 +132,10 @@ def test_parts_of_the_terms_add_up_to_the_whole_sum(
 ) -> None:
     """80 terms: eighths of 10 are no whole words of four codes. 100: the last eighth has 2 of
     14."""
-    weight, x = draw(33, num_terms, dtype=dtype), draw(40, num_terms, dtype=dtype, seed=1)
+    weight, x = (
+        random_tensor(33, num_terms, dtype=dtype),
+        random_tensor(40, num_terms, dtype=dtype, seed=1),
+    )
     each = eighth(num_terms) * (8 // num_parts)
     pieces = zip(torch.split(x, each, 1), torch.split(weight, each, 1), strict=True)
     sums = [
@@ -147,7 +156,7 @@ def test_parts_of_the_terms_add_up_to_the_whole_sum(
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nan_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
-    weight, x = draw(40, 24, dtype=dtype), draw(13, 24, dtype=dtype, seed=1)
+    weight, x = random_tensor(40, 24, dtype=dtype), random_tensor(13, 24, dtype=dtype, seed=1)
     expected = packed(weight).multiply(x)
     x[4, 2], x[5, 3], weight[17, 3] = float("nan"), float("-inf"), float("inf")
     result = packed(weight).multiply(x)
@@ -161,24 +170,26 @@ def test_nan_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_least_and_the_highest_magnitudes(dtype: torch.dtype) -> None:
     """An eighth of zeros, or of hardly more, is 0; one of the largest numbers is not infinite."""
-    weight, x = draw(16, 16, dtype=dtype), torch.zeros(3, 16, dtype=dtype)
+    weight, x = random_tensor(16, 16, dtype=dtype), torch.zeros(3, 16, dtype=dtype)
     x[1], x[2] = 1e-38, 3e38
     assert torch.equal(packed(weight).multiply(x[:2]), torch.zeros(2, 16, dtype=dtype))
     assert packed(weight * 2.0**-20).multiply(x[2:]).isfinite().all()
 
 
 def test_empty_and_mismatched_operands() -> None:
-    assert packed(draw(24, 16)).multiply(draw(0, 16)).shape == (0, 24)
-    assert packed(draw(0, 16)).multiply(draw(3, 16)).shape == (3, 0)
+    assert packed(random_tensor(24, 16)).multiply(random_tensor(0, 16)).shape == (0, 24)
+    assert packed(random_tensor(0, 16)).multiply(random_tensor(3, 16)).shape == (3, 0)
     with pytest.raises(InternalError, match="beside up"):
-        packed(draw(24, 16)).multiply_gated(draw(2, 16), PackedWeight(draw(24, 16), None, Team()))
+        packed(random_tensor(24, 16)).multiply_gated(
+            random_tensor(2, 16), PackedWeight(random_tensor(24, 16), None, Team())
+        )
     with pytest.raises(InternalError, match="eight bits"):
-        packed(draw(24, 16)).rows(torch.tensor([1]))
+        packed(random_tensor(24, 16)).rows(torch.tensor([1]))
 
 
 def test_a_weight_takes_a_byte() -> None:
     """And four more for each eighth of a row."""
-    product = packed(draw(512, 1024, dtype=torch.bfloat16))
+    product = packed(random_tensor(512, 1024, dtype=torch.bfloat16))
     assert product.scales is not None
     assert product.blocks.nbytes + product.scales.nbytes == 512 * (1024 + 8 * 4)
 

@@ -11,7 +11,7 @@ import torch
 from engine.kernels.host.attention.paged_attention import attend_in_place
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
-from tests.engine.kernels.test_paged_attention import drawn, rows_of
+from tests.engine.kernels.test_paged_attention import random_tensor, rows_of
 from tests.support.kernels import kernel_bits
 
 
@@ -22,9 +22,10 @@ def print_bits() -> None:
     outputs = []
     for dtype in (torch.bfloat16, torch.float32):
         gate, up = (
-            PackedWeight(drawn(70, 50, dtype=dtype, seed=seed), None, team) for seed in (1, 2)
+            PackedWeight(random_tensor(70, 50, dtype=dtype, seed=seed), None, team)
+            for seed in (1, 2)
         )
-        x = drawn(40, 50, dtype=dtype, seed=3)
+        x = random_tensor(40, 50, dtype=dtype, seed=3)
         outputs += [
             gate.multiply(x),
             gate.multiply_gated(x, up),
@@ -33,8 +34,8 @@ def print_bits() -> None:
         ]
         for contexts, counts, head_dim in (([20, 3], [5, 1], 24), ([100], [60], 33)):
             plan = rows_of(contexts, counts, 16)
-            pages = drawn(plan.tables.numel() + 1, 2, 1, 16, head_dim, dtype=dtype, seed=4)
-            queries = drawn(sum(counts), 2, head_dim, dtype=dtype, seed=5)
+            pages = random_tensor(plan.tables.numel() + 1, 2, 1, 16, head_dim, dtype=dtype, seed=4)
+            queries = random_tensor(sum(counts), 2, head_dim, dtype=dtype, seed=5)
             outputs.append(attend_in_place(pages, queries, plan, 0.2, team))
     print(
         *(hashlib.sha256(output.float().numpy().tobytes()).hexdigest()[:16] for output in outputs)

@@ -37,7 +37,7 @@ SHAPES = [
 COUNTS = [*range(1, 28), 31, 48, 49, 95, 97, 150]
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -62,9 +62,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_it_is_the_product(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    weight, bias = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype, seed=1)
-    up, up_bias = draw(*shape, dtype=dtype, seed=2), draw(shape[0], dtype=dtype, seed=3)
-    x, residual = draw(29, shape[1], dtype=dtype, seed=4), draw(29, shape[0], dtype=dtype, seed=5)
+    weight, bias = random_tensor(*shape, dtype=dtype), random_tensor(shape[0], dtype=dtype, seed=1)
+    up, up_bias = (
+        random_tensor(*shape, dtype=dtype, seed=2),
+        random_tensor(shape[0], dtype=dtype, seed=3),
+    )
+    x, residual = (
+        random_tensor(29, shape[1], dtype=dtype, seed=4),
+        random_tensor(29, shape[0], dtype=dtype, seed=5),
+    )
     plain = F.linear(x.double(), weight.double())
     near(packed(weight).multiply(x, out_dtype=torch.float32), plain, shape[1])
     near(packed(weight).multiply(x), plain, shape[1])
@@ -85,7 +91,7 @@ def test_it_is_the_product(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_order_of_sums_is_the_described_one(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    weight, x = draw(*shape, dtype=dtype), draw(7, shape[1], dtype=dtype, seed=1)
+    weight, x = random_tensor(*shape, dtype=dtype), random_tensor(7, shape[1], dtype=dtype, seed=1)
     by_tiles = dtype is torch.bfloat16 and has_tiles()
     described = plain_product(x, weight, by_tiles=by_tiles)
     assert torch.equal(packed(weight).multiply(x, out_dtype=torch.float32), described)
@@ -109,10 +115,13 @@ def test_partial_sums_of_segments_form_a_tree() -> None:
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
     threads: int, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    weight, up = packed(draw(*shape, dtype=dtype)), packed(draw(*shape, dtype=dtype, seed=1))
+    weight, up = (
+        packed(random_tensor(*shape, dtype=dtype)),
+        packed(random_tensor(*shape, dtype=dtype, seed=1)),
+    )
     x, residual = (
-        draw(1000, shape[1], dtype=dtype, seed=2),
-        draw(1000, shape[0], dtype=dtype, seed=3),
+        random_tensor(1000, shape[1], dtype=dtype, seed=2),
+        random_tensor(1000, shape[0], dtype=dtype, seed=3),
     )
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -127,8 +136,11 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_and_residuals_may_be_parts_of_wider_ones(dtype: torch.dtype) -> None:
-    weight = packed(draw(40, 64, dtype=dtype))
-    x, residual = draw(9, 200, dtype=dtype, seed=1), draw(9, 50, dtype=dtype, seed=2)
+    weight = packed(random_tensor(40, 64, dtype=dtype))
+    x, residual = (
+        random_tensor(9, 200, dtype=dtype, seed=1),
+        random_tensor(9, 50, dtype=dtype, seed=2),
+    )
     expected = weight.multiply(x[:, 31:95].clone(), residual=residual[:, 3:43].clone())
     assert torch.equal(weight.multiply(x[:, 31:95], residual=residual[:, 3:43]), expected)
     turned, turned_residual = (
@@ -149,14 +161,17 @@ def test_only_the_operands_are_read(dtype: torch.dtype, num_terms: int, num_colu
         wider[1:-1, 2:-4] = inside
         return wider[1:-1, 2:-4]
 
-    weight, x = draw(num_columns, num_terms, dtype=dtype), draw(13, num_terms, dtype=dtype, seed=1)
+    weight, x = (
+        random_tensor(num_columns, num_terms, dtype=dtype),
+        random_tensor(13, num_terms, dtype=dtype, seed=1),
+    )
     expected = packed(weight).multiply(x)
     assert torch.equal(packed(among_nans(weight)).multiply(among_nans(x)), expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nan_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
-    weight, x = draw(40, 24, dtype=dtype), draw(13, 24, dtype=dtype, seed=1)
+    weight, x = random_tensor(40, 24, dtype=dtype), random_tensor(13, 24, dtype=dtype, seed=1)
     expected = packed(weight).multiply(x)
     x[4], weight[17, 3] = float("nan"), float("inf")
     result = packed(weight).multiply(x)
@@ -175,8 +190,8 @@ def test_a_matrix_for_each_head(
     dtype: torch.dtype, heads: int, num_columns: int, num_terms: int
 ) -> None:
     weight, x = (
-        draw(heads, num_columns, num_terms, dtype=dtype),
-        draw(20, heads, num_terms + 3, dtype=dtype, seed=1),
+        random_tensor(heads, num_columns, num_terms, dtype=dtype),
+        random_tensor(20, heads, num_terms + 3, dtype=dtype, seed=1),
     )
     x = x[:, :, 1:-2]
     result = packed(weight).multiply(x)
@@ -192,8 +207,8 @@ def test_strided_rows_have_the_bits_of_a_copy(first: int, is_copied: bool) -> No
     """100 of 112 rows. Rows after a slice's last, up to a multiple of 16, are read with it: if the
     memory ends before them it is copied."""
     weight, rows = (
-        packed(draw(40, 256, dtype=torch.bfloat16)),
-        draw(100, 256, dtype=torch.bfloat16, seed=1),
+        packed(random_tensor(40, 256, dtype=torch.bfloat16)),
+        random_tensor(100, 256, dtype=torch.bfloat16, seed=1),
     )
     lie_apart = rows_apart(100, 256, rows.dtype)
     lie_apart.as_strided((112 * lie_apart.stride(0),), (1,)).fill_(float("nan"))
@@ -212,8 +227,12 @@ def test_strided_rows_have_the_bits_of_a_copy(first: int, is_copied: bool) -> No
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nothing_to_multiply(dtype: torch.dtype) -> None:
-    assert packed(draw(24, 16, dtype=dtype)).multiply(draw(0, 16, dtype=dtype)).shape == (0, 24)
-    assert packed(draw(0, 16, dtype=dtype)).multiply(draw(3, 16, dtype=dtype)).shape == (3, 0)
+    assert packed(random_tensor(24, 16, dtype=dtype)).multiply(
+        random_tensor(0, 16, dtype=dtype)
+    ).shape == (0, 24)
+    assert packed(random_tensor(0, 16, dtype=dtype)).multiply(
+        random_tensor(3, 16, dtype=dtype)
+    ).shape == (3, 0)
     assert torch.equal(
         packed(torch.empty(3, 0, dtype=dtype)).multiply(torch.empty(2, 0, dtype=dtype)),
         torch.zeros(2, 3, dtype=dtype),
@@ -221,13 +240,13 @@ def test_nothing_to_multiply(dtype: torch.dtype) -> None:
 
 
 def test_mismatched_operands_are_refused() -> None:
-    weight = packed(draw(24, 16))
+    weight = packed(random_tensor(24, 16))
     with pytest.raises(InternalError, match="15"):
-        weight.multiply(draw(2, 15))
+        weight.multiply(random_tensor(2, 15))
     with pytest.raises(InternalError, match="bfloat16"):
-        weight.multiply(draw(2, 16).bfloat16())
+        weight.multiply(random_tensor(2, 16).bfloat16())
     with pytest.raises(InternalError, match="beside up"):
-        weight.multiply_gated(draw(2, 16), packed(draw(25, 16)))
+        weight.multiply_gated(random_tensor(2, 16), packed(random_tensor(25, 16)))
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -243,7 +262,10 @@ def test_mismatched_operands_are_refused() -> None:
 )
 def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
     """Every value is where the segments' rule puts it, and all else is 0."""
-    weight, segments = draw(2, 19, num_terms, dtype=dtype), Segments(num_terms, dtype, multiple)
+    weight, segments = (
+        random_tensor(2, 19, num_terms, dtype=dtype),
+        Segments(num_terms, dtype, multiple),
+    )
     blocks = pack(weight, segments, Team())
     pair = 2 if dtype is torch.bfloat16 else 1
     own = -(-num_terms // 16) * 2 // pair  # steps; a segment has pairs of terms in every type
@@ -262,7 +284,7 @@ def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
 @pytest.mark.parametrize("by_tiles", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, *TYPES])
 def test_plain_product(dtype: torch.dtype, by_tiles: bool) -> None:  # noqa: FBT001
-    weight, x = draw(40, 777, dtype=dtype), draw(30, 777, dtype=dtype, seed=1)
+    weight, x = random_tensor(40, 777, dtype=dtype), random_tensor(30, 777, dtype=dtype, seed=1)
     result = plain_product(x, weight, by_tiles=by_tiles)
     near(result, F.linear(x.double(), weight.double()), 777)
     assert torch.equal(plain_product(x[11:12], weight, by_tiles=by_tiles), result[11:12])
@@ -339,8 +361,8 @@ def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_part
     """Processes with a part of K each add subtrees of the tree that one process adds."""
     for num_columns, num_terms in [(33, 64), (20, 768), (33, 100), (20, 777)]:
         weight, x = (
-            draw(num_columns, num_terms, dtype=dtype),
-            draw(40, num_terms, dtype=dtype, seed=1),
+            random_tensor(num_columns, num_terms, dtype=dtype),
+            random_tensor(40, num_terms, dtype=dtype, seed=1),
         )
         own, count = eighth(num_terms), 8 // num_parts
         pieces = list(

@@ -36,15 +36,15 @@ import torch
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.codegen.dot import has_pair_products
 from engine.kernels.host.attention.paged_attention import attend_in_place
-from tests.engine.kernels.test_paged_attention import drawn, rows_of
+from tests.engine.kernels.test_paged_attention import random_tensor, rows_of
 
 torch.set_num_threads(1)
 cases = []
 for contexts, counts, tile in (([20, 3], [5, 1], 5), ([100], [60], 60), ([3], [1], 1), ([7] * 8, [1] * 8, 1)):
     plan = rows_of(contexts, counts, 16, tile=tile)
     for dim in (32, 64, 128):
-        pages = drawn(plan.tables.numel() + 1, 2, 1, 16, dim, dtype=torch.bfloat16, seed=1)
-        cases.append((pages, drawn(sum(counts), 2, dim, dtype=torch.bfloat16, seed=2), plan))
+        pages = random_tensor(plan.tables.numel() + 1, 2, 1, 16, dim, dtype=torch.bfloat16, seed=1)
+        cases.append((pages, random_tensor(sum(counts), 2, dim, dtype=torch.bfloat16, seed=2), plan))
 expected = [attend_in_place(*case, 0.2, Team()) for case in cases]
 
 def repeat(_: int) -> bool:
@@ -109,7 +109,7 @@ def rows_of(
     )
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -163,10 +163,12 @@ def test_it_computes_the_definition_from_written_keys_alone(
     pages = torch.full(
         (plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype
     )
-    queries = drawn(sum(counts), num_kv_heads * share, head_dim, dtype=dtype, seed=1)
+    queries = random_tensor(sum(counts), num_kv_heads * share, head_dim, dtype=dtype, seed=1)
     expected, first = [], 0
     for row, (context, count) in enumerate(rows):
-        cached = drawn(2, num_kv_heads, context + count, head_dim, dtype=dtype, seed=2 + row)
+        cached = random_tensor(
+            2, num_kv_heads, context + count, head_dim, dtype=dtype, seed=2 + row
+        )
         filled(pages, plan.tables[row], cached, max(0, context - window))
         expected.append(truth(queries[first : first + count], cached, context, 0.2, window))
         first += count
@@ -191,9 +193,12 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
     pages = torch.full(
         (plan.tables.numel() + 1, 2, 1, page_size, head_dim), float("nan"), dtype=dtype
     )
-    cached = drawn(2, 1, num_keys, head_dim, dtype=dtype, seed=3)
+    cached = random_tensor(2, 1, num_keys, head_dim, dtype=dtype, seed=3)
     filled(pages, plan.tables[0], cached)
-    queries, scale = drawn(num_keys - context, share, head_dim, dtype=dtype, seed=4), head_dim**-0.5
+    queries, scale = (
+        random_tensor(num_keys - context, share, head_dim, dtype=dtype, seed=4),
+        head_dim**-0.5,
+    )
     out = attend_in_place(pages, queries, plan, scale, Team())
     expected = truth(queries, cached, context, scale, window)
     tolerance = 4e-6 if dtype is torch.float32 else 4e-3
@@ -221,9 +226,9 @@ def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(
     num_keys, offsets = 80, [0, *range(14, 0, -1), 15]
     in_order = rows_of([num_keys - 1], [1], 64)
     pages = torch.full((3, 2, 1, 64, 64), float("nan"), dtype=dtype)
-    filled(pages, in_order.tables[0], drawn(2, 1, num_keys, 64, dtype=dtype, seed=1))
+    filled(pages, in_order.tables[0], random_tensor(2, 1, num_keys, 64, dtype=dtype, seed=1))
     queries, mixed, second = (
-        drawn(1, share, 64, dtype=dtype, seed=2),
+        random_tensor(1, share, 64, dtype=dtype, seed=2),
         pages.clone(),
         int(in_order.tables[0, 1]),
     )
@@ -290,11 +295,11 @@ def test_few_rows_have_the_bits_of_packed_keys(
         dtype=torch.bfloat16,
     )
     for row, context in enumerate(contexts):
-        cached = drawn(
+        cached = random_tensor(
             2, num_kv_heads, context + count, head_dim, dtype=torch.bfloat16, seed=1 + row
         )
         filled(pages, plan.tables[row], cached, max(0, context - plan.window))
-    queries = drawn(
+    queries = random_tensor(
         len(plan.positions), num_kv_heads * share, head_dim, dtype=torch.bfloat16, seed=0
     )
     with monkeypatch.context() as patch:
@@ -313,9 +318,9 @@ def test_infinite_values_of_few_rows_equal_those_of_packed_rows(
 ) -> None:
     """An odd number of keys, of which the last has an infinite value: it counts once."""
     plan = rows_of([36], [1], 64)
-    pages = drawn(2, 2, 2, 64, 64, dtype=torch.bfloat16, seed=1)
+    pages = random_tensor(2, 2, 2, 64, 64, dtype=torch.bfloat16, seed=1)
     pages[1, 1, :, 36, ::2] = float("inf")
-    queries = drawn(1, 4, 64, dtype=torch.bfloat16, seed=2)
+    queries = random_tensor(1, 4, 64, dtype=torch.bfloat16, seed=2)
     few = attend_in_place(pages, queries, plan, 0.2, Team())
     monkeypatch.setattr(paged_attention, "most_rows", lambda dtype, head_dim, *, tiled: 0)
     assert few.isinf().any()
@@ -355,8 +360,8 @@ def test_few_rows_need_pair_products_or_a_matrix_unit() -> None:
 def test_keys_after_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> None:
     """A token in a tile with later ones, whose values are as large as the type allows."""
     plan = rows_of([20], [60], 16, tile=60)
-    pages = drawn(plan.tables.numel() + 1, 2, 1, 16, 32, dtype=dtype, seed=1)
-    queries = drawn(60, 2, 32, dtype=dtype, seed=2)
+    pages = random_tensor(plan.tables.numel() + 1, 2, 1, 16, 32, dtype=dtype, seed=1)
+    queries = random_tensor(60, 2, 32, dtype=dtype, seed=2)
     out = attend_in_place(pages, queries, plan, 0.2, Team())
     for position in range(50, 80):
         pages[plan.tables[0, position // 16], :, :, position % 16] = torch.finfo(dtype).max / 1024

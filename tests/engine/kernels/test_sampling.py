@@ -12,10 +12,10 @@ from torch import Tensor
 from engine.core.batch import SamplingRow
 from engine.core.request import ProblemCause, SampledToken, SamplingParams
 from engine.kernels.host.codegen.compiled import Team
-from engine.kernels.host.tokens.sampling import NOT_HERE, draw_tokens
+from engine.kernels.host.tokens.sampling import NOT_HERE, sample_tokens
 from engine.sampling.sampler import sample
 from engine.sampling.uniform import uniform
-from tests.support.kernels import numpy_draws
+from tests.support.kernels import numpy_sampling
 
 RULES = [
     {"temperature": 0.0},
@@ -33,7 +33,7 @@ RULES = [
 ]
 
 
-def drawn(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
+def sampled(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
     """Sample by the kernel at position 7."""
     rows = [
         (
@@ -45,12 +45,12 @@ def drawn(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
         )
         for params in rules
     ]
-    return draw_tokens(logits, rows, Team())
+    return sample_tokens(logits, rows, Team())
 
 
 def by_numpy(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
     return [
-        numpy_draws.drawn(row.double().numpy(), params, 7)
+        numpy_sampling.sample(row.double().numpy(), params, 7)
         for row, params in zip(logits, rules, strict=True)
     ]
 
@@ -66,8 +66,8 @@ def test_tokens_are_those_of_numpy(vocab_size: int, spread: float, rule: dict[st
         torch.randn(200, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
     )
     rules = [SamplingParams(seed=seed, **rule) for seed in range(len(logits))]  # type: ignore[arg-type]
-    assert drawn(logits, rules) == by_numpy(logits, rules)
-    assert drawn(logits.double(), rules) == by_numpy(logits, rules)
+    assert sampled(logits, rules) == by_numpy(logits, rules)
+    assert sampled(logits.double(), rules) == by_numpy(logits, rules)
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,13 +82,13 @@ def test_only_tokens_that_pass_the_filters_are_sampled_by_their_share(
     logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     """At the middle of each token's share, and at both ends of the interval."""
-    ids, weights = numpy_draws.filtered(
+    ids, weights = numpy_sampling.filtered(
         np.array(logits),
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
     )
     middles = (weights.cumsum() - weights / 2) / weights.sum()
     points = [0.0, *middles.tolist(), 1 - 2**-53]
-    found = draw_tokens(
+    found = sample_tokens(
         torch.tensor([logits] * len(points)),
         [(temperature, float(top_k), top_p, min_p, point) for point in points],
         Team(),
@@ -100,13 +100,13 @@ def test_only_tokens_that_pass_the_filters_are_sampled_by_their_share(
 def test_of_equal_logits_the_first_pass(top_k: int) -> None:
     logits = torch.randint(0, 3, (300, 150), generator=torch.Generator().manual_seed(0)).float()
     rules = [SamplingParams(seed=seed, top_k=top_k) for seed in range(len(logits))]
-    assert drawn(logits, rules) == by_numpy(logits, rules)
+    assert sampled(logits, rules) == by_numpy(logits, rules)
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5])
 def test_of_equal_weights_as_many_pass_as_hold_the_share(top_p: float) -> None:
     rules = [SamplingParams(seed=seed, top_p=top_p) for seed in range(400)]
-    assert set(drawn(torch.zeros(len(rules), 64), rules)) == set(range(int(64 * top_p)))
+    assert set(sampled(torch.zeros(len(rules), 64), rules)) == set(range(int(64 * top_p)))
 
 
 def test_minus_infinity_is_never_sampled() -> None:
@@ -116,17 +116,17 @@ def test_minus_infinity_is_never_sampled() -> None:
         SamplingParams(seed=seed, top_k=top_k)
         for seed, top_k in zip(range(500), itertools.cycle((0, 2, 200)))
     ]
-    assert set(drawn(logits, rules)) == {5, 77}
+    assert set(sampled(logits, rules)) == {5, 77}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 64, 129])
 def test_a_row_without_a_largest_number_ends_alone(value: float, place: int) -> None:
     logits = torch.randn(3, 130)
-    fine = drawn(logits, [SamplingParams(seed=seed) for seed in range(3)])
+    fine = sampled(logits, [SamplingParams(seed=seed) for seed in range(3)])
     logits[1, place] = value
     rules = [SamplingParams(seed=seed) for seed in range(3)]
-    assert drawn(logits, rules) == [fine[0], NOT_HERE, fine[2]]
+    assert sampled(logits, rules) == [fine[0], NOT_HERE, fine[2]]
     tokens = sample(logits, [SamplingRow(params, position=7) for params in rules])
     assert tokens[1].cause is ProblemCause.DEFECT
     assert [tokens[0], tokens[2]] == [SampledToken(fine[0]), SampledToken(fine[2])]

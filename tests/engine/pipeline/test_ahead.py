@@ -26,15 +26,15 @@ from tests.engine.speculative.test_plan_sites import executor
 from tests.engine.test_loop import ScriptedScheduler
 from tests.support.pool.local_pool import running
 
-DRAWS = SamplingRow(SamplingParams(temperature=0), position=1)
+SAMPLED = SamplingRow(SamplingParams(temperature=0), position=1)
 WAIT_S = 30.0
 
 
-def step(*rows: tuple[int, int], draws: bool = True) -> ForwardBatch:
+def step(*rows: tuple[int, int], samples: bool = True) -> ForwardBatch:
     """Build a batch of (key, token) rows."""
     return build_batch(
         ForwardMode.DECODE,
-        [Row(key, [token], 5, [1 + key], 0, DRAWS if draws else None) for key, token in rows],
+        [Row(key, [token], 5, [1 + key], 0, SAMPLED if samples else None) for key, token in rows],
     )
 
 
@@ -163,7 +163,7 @@ def test_rows_get_the_token_sampled_for_their_request(stages: list[AheadStage]) 
 
 def test_a_row_without_sampling_gives_no_token() -> None:
     batch = step((1, 7), (2, 8))
-    batch.sampling = (None, DRAWS)
+    batch.sampling = (None, SAMPLED)
     assert sampled_tokens(batch, StepResult(0, [SampledToken(42)])) == {2: 42}
     follows = step((1, 9), (2, NOT_SAMPLED))
     put_sampled(follows, {2: 42})
@@ -218,7 +218,7 @@ def test_a_thread_that_is_closed_ends(stages: list[AheadStage]) -> None:
 def test_s1_2_a_plan_made_ahead_is_marked_and_the_one_that_runs() -> None:
     """The tokens that come later change nothing of it."""
     stage, attention, model = executor()
-    batch = step((0, NOT_SAMPLED), (1, 3), draws=False)
+    batch = step((0, NOT_SAMPLED), (1, 3), samples=False)
     stage.plan_ahead(batch)
     assert batch.forward_metadata_planner is attention
     plan = batch.forward_metadata_plan
@@ -260,7 +260,7 @@ def test_s1_7_a_plan_made_ahead_for_another_batch_is_refused(
 
     stage = AheadStage(single, SimpleNamespace(plan_ahead=plan_ahead))  # type: ignore[arg-type]
     stages.append(stage)
-    stage.launch((step((0, 3), draws=False),))
+    stage.launch((step((0, 3), samples=False),))
     error = result(stage).error
     assert isinstance(error, StepFailed)
     assert "planned" in str(error)
@@ -272,10 +272,10 @@ def test_a_batch_that_cannot_be_planned_fails_and_the_next_one_runs(
     runs, _, _ = executor()
     stage = AheadStage(SingleStage(runs, GuidedSampler(None)), runs)
     stages.append(stage)
-    wrong = step((0, 3), draws=False)
+    wrong = step((0, 3), samples=False)
     wrong.page_tables = torch.full_like(wrong.page_tables, 99)
     stage.launch((wrong,))
-    stage.launch((step((0, 3), draws=False),))
+    stage.launch((step((0, 3), samples=False),))
     assert "99" in str(result(stage).error)
     assert result(stage).error is None
 

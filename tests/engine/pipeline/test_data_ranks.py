@@ -321,7 +321,7 @@ def test_a_process_knows_its_data_rank() -> None:
         TensorRank(0, 2),
         TensorRank(1, 2),
     ] * 2
-    assert [rank for rank, place in enumerate(places) if place.draws] == [4, 6]
+    assert [rank for rank, place in enumerate(places) if place.samples] == [4, 6]
     with pytest.raises(
         ConfigError, match=r"4 ranks \(--tp\) do not form 3 equal groups \(--dp-attention\)"
     ):

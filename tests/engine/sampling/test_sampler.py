@@ -17,7 +17,7 @@ from engine.core.request import SampledToken, SamplingParams
 from engine.sampling.sampler import adjusted, largest, sample
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
-from tests.support.kernels.numpy_draws import filtered
+from tests.support.kernels.numpy_sampling import filtered
 
 MASK = 2**64 - 1
 History = tuple[tuple[int, ...], tuple[int, ...]]

@@ -12,12 +12,12 @@ from engine.core.rows import Row, build_batch, scoring_row
 from engine.sampling.sampler import score, wanted_tokens
 from runtime.errors import InternalError
 
-DRAWS = SamplingRow(SamplingParams(), position=0)
+SAMPLED = SamplingRow(SamplingParams(), position=0)
 
 
-def row(key: int, length: int, *, scores: int | None = None, draws: bool = False) -> Row:
+def row(key: int, length: int, *, scores: int | None = None, samples: bool = False) -> Row:
     scoring = None if scores is None else ScoringRow(tuple(range(scores)), num_top=1)
-    return Row(key, list(range(length)), 0, [1], 0, DRAWS if draws else None, scoring=scoring)
+    return Row(key, list(range(length)), 0, [1], 0, SAMPLED if samples else None, scoring=scoring)
 
 
 def test_a_prompt_is_scored_by_the_tokens_that_follow() -> None:
@@ -28,14 +28,19 @@ def test_a_prompt_is_scored_by_the_tokens_that_follow() -> None:
 
 
 def test_rows_list_scored_tokens_and_then_sampled_ones() -> None:
-    rows = [row(1, 3, scores=3), row(2, 4), row(3, 3, scores=2, draws=True), row(4, 2, draws=True)]
+    rows = [
+        row(1, 3, scores=3),
+        row(2, 4),
+        row(3, 3, scores=2, samples=True),
+        row(4, 2, samples=True),
+    ]
     assert wanted_tokens(build_batch(ForwardMode.PREFILL, rows)) == [0, 1, 2, 7, 8, 9, 11]
     assert wanted_tokens(build_batch(ForwardMode.PREFILL, rows[1:2])) == []
 
 
 def scored_batch() -> ForwardBatch:
     return build_batch(
-        ForwardMode.PREFILL, [row(1, 3, draws=True), row(2, 3, scores=2, draws=True)]
+        ForwardMode.PREFILL, [row(1, 3, samples=True), row(2, 3, scores=2, samples=True)]
     )
 
 
@@ -70,6 +75,6 @@ def test_rows_that_score_share_batches_with_those_that_do_not() -> None:
     assert both.scoring == (None, scoring.scoring[0])
     assert both.filter([1]).scoring == scoring.scoring
     assert (
-        score(torch.zeros(1, 4), build_batch(ForwardMode.DECODE, [row(1, 1, draws=True)])).scores
+        score(torch.zeros(1, 4), build_batch(ForwardMode.DECODE, [row(1, 1, samples=True)])).scores
         == []
     )

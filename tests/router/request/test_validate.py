@@ -36,7 +36,7 @@ async def check(
     request: generation_pb2.GenerateRequest, model: ServedModel | None = None
 ) -> AdmissibleRequest:
     model = model or served_model()
-    return await admissible(request, model.facts, model.text_tokenizer, draw_seed=lambda: 42)
+    return await admissible(request, model.facts, model.text_tokenizer, new_seed=lambda: 42)
 
 
 def good() -> generation_pb2.GenerateRequest:

@@ -33,7 +33,7 @@ from tests.support.models.tiny_models import tiny
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_EACH, NUM_SEQUENCES = 16, 4, 9
 MAX_ROWS, NODES = 3, 4
-DRAWS = SamplingRow(SamplingParams(), position=0)
+SAMPLED = SamplingRow(SamplingParams(), position=0)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Sequences:
             tokens = torch.randint(256, (count,), generator=self.generator).tolist()
             pages = self._pages[key][: -(-(context + count) // PAGE_SIZE)]
             rows.append(
-                Row(key, tokens, context, pages, key + 1, None if key in silent else DRAWS, spec)
+                Row(key, tokens, context, pages, key + 1, None if key in silent else SAMPLED, spec)
             )
         return build_batch(mode, rows)
 

@@ -30,7 +30,7 @@ from tests.support.kernels.flashinfer import FakeWrappers
 from tests.support.kernels.flashinfer_latent import FakeLatentWrappers
 
 PAGE, NUM_PAGES, NUM_SLOTS, MAX_NODES, NUM_SCRATCH = 16, 13, 3, 5, 3
-_DRAW = SamplingRow(SamplingParams(), 0)
+_SAMPLED = SamplingRow(SamplingParams(), 0)
 _TOKENS = torch.randint(3, 240, (2, 100), generator=torch.Generator().manual_seed(3)).tolist()
 _PAGES = ((3, 1, 7, 5, 9, 11), (2, 8, 4, 6, 10, 12))
 
@@ -55,7 +55,7 @@ def _row(
     start: int,
     count: int,
     *,
-    draws: bool,
+    samples: bool,
     parents: tuple[int, ...] = (),
     accepted: AcceptedNodes | None = None,
 ) -> Row:
@@ -72,34 +72,34 @@ def _row(
         start,
         _PAGES[number],
         number + 1,
-        _DRAW if draws else None,
+        _SAMPLED if samples else None,
         spec,
     )
 
 
 STEPS = (
-    Step(ForwardMode.PREFILL, (_row(0, 0, 64, draws=False),)),
-    Step(ForwardMode.PREFILL, (_row(0, 64, 17, draws=True), _row(1, 0, 13, draws=True))),
-    Step(ForwardMode.DECODE, (_row(0, 81, 1, draws=True), _row(1, 13, 1, draws=True))),
+    Step(ForwardMode.PREFILL, (_row(0, 0, 64, samples=False),)),
+    Step(ForwardMode.PREFILL, (_row(0, 64, 17, samples=True), _row(1, 0, 13, samples=True))),
+    Step(ForwardMode.DECODE, (_row(0, 81, 1, samples=True), _row(1, 13, 1, samples=True))),
     Step(
         ForwardMode.VERIFY,
         (
-            _row(0, 82, 5, draws=True, parents=(-1, 0, 0, 1, 2)),
-            _row(1, 14, 3, draws=True, parents=(-1, 0, 1)),
+            _row(0, 82, 5, samples=True, parents=(-1, 0, 0, 1, 2)),
+            _row(1, 14, 3, samples=True, parents=(-1, 0, 1)),
         ),
     ),
     Step(
         ForwardMode.VERIFY,
         (
-            _row(0, 85, 3, draws=True, parents=(-1, 0, 0), accepted=AcceptedNodes(82, (0, 2, 4))),
-            _row(1, 16, 2, draws=True, parents=(-1, 0), accepted=AcceptedNodes(14, (0, 1))),
+            _row(0, 85, 3, samples=True, parents=(-1, 0, 0), accepted=AcceptedNodes(82, (0, 2, 4))),
+            _row(1, 16, 2, samples=True, parents=(-1, 0), accepted=AcceptedNodes(14, (0, 1))),
         ),
     ),
     Step(
         ForwardMode.VERIFY,
         (
-            _row(0, 87, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(85, (0, 2))),
-            _row(1, 17, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(16, (0,))),
+            _row(0, 87, 1, samples=True, parents=(-1,), accepted=AcceptedNodes(85, (0, 2))),
+            _row(1, 17, 1, samples=True, parents=(-1,), accepted=AcceptedNodes(16, (0,))),
         ),
     ),
 )

@@ -63,19 +63,21 @@ class StageDriver:
         self.layers_done: list[int] = []
         self.contexts = [self._context(model, stage, page_size) for stage in self.stages]
 
-    def prefill(self, rows: dict[int, list[int]], *, draw: bool = True) -> Tensor:
+    def prefill(self, rows: dict[int, list[int]], *, samples: bool = True) -> Tensor:
         """Append each sequence's tokens as one chunk; returns logits [rows, vocab] of the last
         ones."""
-        return self._logits(self.run(self.batch(ForwardMode.PREFILL, rows, draw=draw)))
+        return self._logits(self.run(self.batch(ForwardMode.PREFILL, rows, samples=samples)))
 
     def decode(self, rows: dict[int, int]) -> Tensor:
         """Append one token to each sequence; returns logits [rows, vocab]."""
         batch = self.batch(
-            ForwardMode.DECODE, {row: [token] for row, token in rows.items()}, draw=True
+            ForwardMode.DECODE, {row: [token] for row, token in rows.items()}, samples=True
         )
         return self._logits(self.run(batch))
 
-    def batch(self, mode: ForwardMode, rows: dict[int, list[int]], *, draw: bool) -> ForwardBatch:
+    def batch(
+        self, mode: ForwardMode, rows: dict[int, list[int]], *, samples: bool
+    ) -> ForwardBatch:
         contexts = [self._lengths[row] for row in rows]
         positions = [
             p
@@ -83,7 +85,7 @@ class StageDriver:
             for p in range(start, start + len(tokens))
         ]
         index = torch.tensor(list(rows), dtype=torch.long)
-        drawn = SamplingRow(params=SamplingParams(), position=0) if draw else None
+        drawn = SamplingRow(params=SamplingParams(), position=0) if samples else None
         return ForwardBatch(
             mode=mode,
             request_keys=tuple(rows),

@@ -37,7 +37,7 @@ class CacheRig(Generic[SchedulerT]):
         """Return the tokens that a request must have in its pages."""
         raise NotImplementedError
 
-    def on_row(self, key: int, context: int, count: int, *, draws: bool) -> None:
+    def on_row(self, key: int, context: int, count: int, *, samples: bool) -> None:
         """Handle a computed row."""
 
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
@@ -64,7 +64,7 @@ class CacheRig(Generic[SchedulerT]):
             pages, tokens = batch.page_tables[row].tolist(), self.tokens_of(key)
             self.memory.read(pages, tokens[:context])
             self.memory.write(pages, context, tokens[context : context + count], kept=self.kept)
-            self.on_row(key, context, count, draws=batch.sampling[row] is not None)
+            self.on_row(key, context, count, samples=batch.sampling[row] is not None)
         return batch
 
     def spoil(self, batch: ForwardBatch) -> None:

@@ -98,14 +98,14 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
     dtype = needs.dtype
     if not has_kernels(dtype):
         return
-    draws = not needs.reads_prompts
+    samples = not needs.reads_prompts
     recurs = needs.has_states
     called: tuple[tuple[bool, Kernel], ...] = (
         *((needs.attends, kernel) for kernel in _attention(dtype)),
         (recurs and needs.reads_prompts, Kernel(delta_rule.chunks_for, (dtype,))),
         (True, Kernel(packed_linear_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})),
         (needs.attends_latent, Kernel(mla.compiled_for, (dtype, dtype))),
-        (recurs and draws, Kernel(delta_rule.steps_for, (dtype,))),
+        (recurs and samples, Kernel(delta_rule.steps_for, (dtype,))),
         (recurs, Kernel(causal_conv.compiled_for, (dtype,))),
         (recurs, Kernel(gates.norm_for, (dtype,))),
         (recurs, Kernel(gates.gates_for, (dtype,))),
@@ -113,11 +113,11 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (needs.selects_keys, Kernel(sparse_index.choice)),
         (True, Kernel(packing.compiled)),
         (True, Kernel(sampling.compiled)),
-        (draws, Kernel(program.load_runner)),
+        (samples, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(norm_rope.tables_for, (dtype,))),
         (needs.attends, Kernel(kv_writes.writes_for, (dtype,))),
         *(
-            (draws, Kernel(kernel, (dtype,)))
+            (samples, Kernel(kernel, (dtype,)))
             for kernel in (row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for)
         ),
         (needs.in_bytes, Kernel(int8.compiled_for, (dtype,))),

@@ -34,7 +34,7 @@ NOT_HERE = -1  # in place of a token
 Rule = tuple[float, float, float, float, float]
 """Temperature, top-k, top-p, min-p, and a random number from [0, 1)."""
 RULE_FIELDS = 5
-_DRAWS = record("num_rows", "vocab_size", "itemsize", "logits", "rules", "tokens")
+_SAMPLES = record("num_rows", "vocab_size", "itemsize", "logits", "rules", "tokens")
 _BLOCK = 64
 # number of weights that are summed before the sampled token is searched among them
 _SUM_BLOCK = 512
@@ -55,7 +55,7 @@ _T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = (
 )
 
 
-def draw_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
+def sample_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
     """Sample a token for each row of logits [R, vocab], fp32 or fp64, dense, by its rule.
 
     Temperature 0 selects the first of the largest logits. The result is NOT_HERE for a row with NaN
@@ -84,13 +84,13 @@ def draw_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
 @cache
 def compiled():
     def work(pointer):
-        _draw_rows(pointer)
+        _sample_rows(pointer)
 
-    return compile_kernel(work, _DRAWS, "draw_tokens")
+    return compile_kernel(work, _SAMPLES, "sample_tokens")
 
 
 @njit(**PART)
-def _draw_rows(pointer):
+def _sample_rows(pointer):
     """Run one thread: sample one row at a time until no items are left."""
     a = carray(pointer, 1)[0]
     room = take_seat(pointer)
@@ -109,7 +109,7 @@ def _draw_rows(pointer):
         else:
             _copy(pointer_to(given, np.float64), logits, a.vocab_size)
         rule = carray(pointer_to(a.rules + item * RULE_FIELDS * 8, np.float64), RULE_FIELDS)
-        tokens[item] = _draw(logits, a.vocab_size, rule, weights, ids, marks)
+        tokens[item] = _sample(logits, a.vocab_size, rule, weights, ids, marks)
         count_up(pointer, DONE)
 
 
@@ -120,7 +120,7 @@ def _copy(given, logits, vocab_size):
 
 
 @njit(**PART)
-def _draw(logits, vocab_size, rule, weights, ids, marks):
+def _sample(logits, vocab_size, rule, weights, ids, marks):
     """Sample one row.
 
     weights and ids have space for one entry per token, marks for one per block.

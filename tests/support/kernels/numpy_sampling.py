@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 
-def drawn(logits: Floats, params: SamplingParams, position: int) -> int:
+def sample(logits: Floats, params: SamplingParams, position: int) -> int:
     """Sample a token of [vocab] logits, the largest of which is finite."""
     if params.temperature == 0:
         return int(logits.argmax())
