@@ -11,14 +11,16 @@ LIMIT_S = 240.0
 
 
 class Extension:
-    """A copy of the repository. Only the given folder is copied; the others are links."""
+    """A copy of the repository. Only the given folders are copied; the others are links."""
 
-    def __init__(self, folder: Path, copied: str) -> None:
+    def __init__(self, folder: Path, *copied: str) -> None:
         self.folder = folder
         self.touched: list[str] = []
         for path in ROOT.iterdir():
-            if path.name == copied:
-                shutil.copytree(path, folder / copied, ignore=shutil.ignore_patterns("__pycache__"))
+            if path.name in copied:
+                shutil.copytree(
+                    path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__")
+                )
             elif not path.name.startswith("."):
                 (folder / path.name).symlink_to(path)
 

@@ -93,6 +93,24 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+USE_FIELD = """
+import asyncio
+from pool.request.conversion import request_from_proto
+from protos import generation_pb2, types_pb2
+from router.request.validate import admissible
+from tests.router.harness import FACTS
+
+request = generation_pb2.GenerateRequest(
+    token_ids=types_pb2.TokenIds(ids=[1, 2, 3]), trace_label="a label"
+)
+checked = asyncio.run(admissible(request, FACTS, None, lambda: 7))
+sent = types_pb2.EngineRequest.FromString(checked.engine.SerializeToString())
+sent.request_id = "r"
+limits = {"vocab_size": FACTS.vocab_size, "max_context_tokens": FACTS.max_context_tokens}
+print(request_from_proto(sent, **limits).trace_label)
+"""
+
+
 def steps_of(title: str) -> int:
     """Return how many files the guide says that it touches."""
     section = GUIDES.split(f"## {title}\n")[1].split("\n## ")[0]
@@ -148,3 +166,27 @@ async def test_a_transport_is_one_file_and_one_registration(
         assert shown(await client.complete(as_query(question), timeout_s=60)) == right
     assert len(made) == 2
     assert steps_of("Add a transport") == 2
+
+
+def test_a_request_field_is_one_line_in_five_files(tmp_path: Path) -> None:
+    """From a client's message over the router to the engine; stubs are generated."""
+    extension = Extension(tmp_path, "protos", "router", "pool", "engine", "tools")
+    field = "  string trace_label = 900;"
+    extension.register("protos/baton/v1/generation.proto", "message GenerateRequest {", field)
+    extension.register("protos/baton/v1/types.proto", "message EngineRequest {", field)
+    extension.register(
+        "router/request/validate.py",
+        "        cache_salt=request.cache_salt,",
+        "        trace_label=request.trace_label,",
+    )
+    extension.register(
+        "pool/request/conversion.py",
+        "        cache_salt=message.cache_salt,",
+        "        trace_label=message.trace_label,",
+    )
+    extension.register("engine/core/request.py", "    cache_salt: str", '    trace_label: str = ""')
+    extension.run(
+        "from tools.stubs import write_stubs; from pathlib import Path; write_stubs(Path('.'))"
+    )
+    assert extension.run(USE_FIELD) == "a label\n"
+    assert len(extension.touched) == steps_of("Add a request field")
