@@ -336,20 +336,16 @@ Command = (
 )
 
 
-class Outbox:
+class Outbox(list[Command]):
     """Commands of the event that is handled, and the counter of numbers."""
 
     def __init__(self) -> None:
-        self._commands: list[Command] = []
+        super().__init__()
         self._last_number = 0
-
-    def put(self, command: Command) -> None:
-        """Add a command."""
-        self._commands.append(command)
 
     def release(self, worker: BookedWorker) -> None:
         """Add the release of a booking."""
-        self._commands.append(Release(worker))
+        self.append(Release(worker))
 
     def number(self) -> int:
         """Return a number that was never used."""
@@ -358,6 +354,6 @@ class Outbox:
 
     def take(self) -> list[Command]:
         """Return and forget the commands."""
-        commands = self._commands
-        self._commands = []
+        commands = self[:]
+        self.clear()
         return commands

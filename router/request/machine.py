@@ -164,7 +164,7 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
     def _arrived(self, _: Arrived, __: float) -> None:
         self.move(RequestStep.ARRIVE)
         self._placing = self._out.number()
-        self._out.put(Reserve(self._placing))
+        self._out.append(Reserve(self._placing))
 
     def _placed(self, event: PairPlaced, now_s: float) -> None:
         """Start on this pair, with the tokens that the client already has."""
@@ -177,7 +177,7 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         self._pair = RequestPair(event, self._progress, self._limits, self._out)
         self._pair.start(now_s)
         if migration is not None:
-            self._out.put(NoteRetry(WorkerRole.DECODE, migration.retry_reason))
+            self._out.append(NoteRetry(WorkerRole.DECODE, migration.retry_reason))
 
     @property
     def _awaited(self) -> int:
@@ -215,14 +215,14 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         reason = move_reason(error)
         self._num_lost += reason is not MoveReason.DRAINED
         if reason is not MoveReason.STALLED:
-            self._out.put(MarkLost(lost.pool, str(error)))
+            self._out.append(MarkLost(lost.pool, str(error)))
         final = PeerLostError(str(error))
         self._migration = Migration(self._out.number(), reason, final, lost.retry_reason)
         if self._num_lost > self._limits.migrations:
             raise final
         self.move(RequestStep.MIGRATE)
         self._pair = None
-        self._out.put(SearchPair(self._migration.number, lost.pool))
+        self._out.append(SearchPair(self._migration.number, lost.pool))
 
     def _found_late(self, event: WorkerFound, _: float) -> None:
         self._out.release(event.worker)
@@ -253,16 +253,16 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         if self._pair is not None:
             self._pair.close()
         elif self._awaited:
-            self._out.put(Close(self._awaited))
+            self._out.append(Close(self._awaited))
         self._count_migration("failed")
         self.move(RequestStep.END)
         self._pair = None
-        self._out.put(end)
+        self._out.append(end)
 
     def _count_migration(self, outcome: str) -> None:
         """Count the outcome of the migration under way, if there is one."""
         if self._migration is not None:
-            self._out.put(NoteMigration(self._migration.reason.value, outcome))
+            self._out.append(NoteMigration(self._migration.reason.value, outcome))
             self._migration = None
 
     def _dropped(self, _: RequestEvent, __: float) -> None:

@@ -137,7 +137,7 @@ class RequestPair:
 
     def _scored(self, message: PrefillEvent, _: float) -> None:
         self.source.move(SourceStep.SCORED)
-        self._out.put(EmitScores(self.source.number, message.scored))
+        self._out.append(EmitScores(self.source.number, message.scored))
 
     def _computed(self, message: PrefillEvent, _: float) -> None:
         self.source.computed()
@@ -284,13 +284,13 @@ class RequestPair:
         self.pool.lose_source()
         if isinstance(error, HandoffError):
             number = self.source.lose_link(error)
-            self._out.put(CheckLink(number, self.source.worker, self.pool.worker))
+            self._out.append(CheckLink(number, self.source.worker, self.pool.worker))
         else:
             self._replace_source(error)
 
     def _replace_source(self, error: BatonError) -> None:
         self.source.fail(error, self.pool.worker)
-        self._out.put(NoteRetry(WorkerRole.PREFILL, error.reason))
+        self._out.append(NoteRetry(WorkerRole.PREFILL, error.reason))
 
     def _pool_failed(self, error: BatonError, now_s: float) -> PairOutcome:
         if self.pool.is_held:
@@ -300,17 +300,17 @@ class RequestPair:
             self.source.open()
         else:
             self.pool.refused(error, now_s)
-            self._out.put(NoteRetry(WorkerRole.DECODE, error.reason))
+            self._out.append(NoteRetry(WorkerRole.DECODE, error.reason))
         return None
 
     def _emit(self, tokens: types_pb2.TokenChunk, *, is_decoded: bool) -> None:
         self._progress.token_ids.extend(tokens.token_ids)
-        self._out.put(Emit(tokens, is_decoded))
+        self._out.append(Emit(tokens, is_decoded))
 
     def _note(
         self, milestone: Milestone, message: PrefillEvent | DecodeEvent | None = None
     ) -> None:
-        self._out.put(Note(milestone, self.source.worker, self.pool.worker, message))
+        self._out.append(Note(milestone, self.source.worker, self.pool.worker, message))
 
     HANDLERS: ClassVar[Mapping[type[RequestEvent], Callable[[Any, Any, float], PairOutcome]]] = {
         Received: received,

@@ -169,7 +169,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         if not may_retry(error):
             raise error
         if is_suspect(error):
-            self._out.put(MarkLost(self.worker, str(error)))
+            self._out.append(MarkLost(self.worker, str(error)))
         self._tried |= {self.worker.address}
         if self._refused_since_s is None:
             self._refused_since_s = now_s
@@ -177,7 +177,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         # pool.
         wanted = self.worker if self._source is None else self._source
         self.number = self._out.number()
-        self._out.put(
+        self._out.append(
             SearchDecode(
                 self.number,
                 wanted.compatibility,
@@ -192,7 +192,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         self.move(PoolStep.FOUND)
         self.number = 0
         # Kept until now: a request that searches goes before those in admission.
-        self._out.put(Release(self.worker))
+        self._out.append(Release(self.worker))
         self.worker = worker
         if has_started_over:
             self._tried = frozenset()
@@ -202,7 +202,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
     def finished(self) -> None:
         """Record that the pool has generated every token: it ends the stream by itself."""
         self.move(PoolStep.FINISHED)
-        self._out.put(Close(self.number, is_ending=True))
+        self._out.append(Close(self.number, is_ending=True))
         self.number = 0
 
     def close(self) -> None:
@@ -210,11 +210,11 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         if self.state is not PoolState.CLOSED:
             self.move(PoolStep.CLOSE)
             self._leave()
-            self._out.put(Release(self.worker))
+            self._out.append(Release(self.worker))
 
     def _open(self, now_s: float) -> None:
         self.number = self._out.number()
-        self._out.put(OpenDecode(self.number, self.worker, self._source, self._replayed))
+        self._out.append(OpenDecode(self.number, self.worker, self._source, self._replayed))
         self._num_offers = 0
         self._epoch = -1
         self._expect_destination(now_s)
@@ -222,7 +222,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
     def _leave(self) -> None:
         self.due = None
         if self.number:
-            self._out.put(Close(self.number))
+            self._out.append(Close(self.number))
             self.number = 0
 
     def _expect_destination(self, now_s: float) -> None:
@@ -230,7 +230,7 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         self.due = DueReply(now_s + self._limits.reserve_s, is_destination=True)
 
     def _send(self, message: decode_pb2.DecodeInput) -> None:
-        self._out.put(Send(self.number, message))
+        self._out.append(Send(self.number, message))
 
     def _send_source_lost(self) -> None:
         self._send(decode_pb2.DecodeInput(source_lost=decode_pb2.DecodeSourceLost()))

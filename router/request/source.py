@@ -44,7 +44,7 @@ class RequestSource(Stateful[SourceState, SourceStep]):
     def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
         """Send the terms of the pool's reservation to the worker."""
         self._has_destination = True
-        self._out.put(Send(self.number, prefill_pb2.PrefillInput(destination=destination)))
+        self._out.append(Send(self.number, prefill_pb2.PrefillInput(destination=destination)))
 
     def sent(self) -> None:
         """Record that every byte has left.
@@ -59,7 +59,7 @@ class RequestSource(Stateful[SourceState, SourceStep]):
     def computed(self) -> None:
         """Record the first token: the prompt no longer queues on the worker."""
         self.move(SourceStep.FIRST_TOKEN)
-        self._out.put(Release(self.worker, is_computed=True))
+        self._out.append(Release(self.worker, is_computed=True))
 
     def joined(self) -> None:
         """End the attempt: the pool has the whole prompt.
@@ -71,7 +71,7 @@ class RequestSource(Stateful[SourceState, SourceStep]):
             return
         self.move(SourceStep.RELEASE)
         released = prefill_pb2.PrefillInput(release=prefill_pb2.PrefillRelease())
-        self._out.put(Send(self.number, released, is_last=True))
+        self._out.append(Send(self.number, released, is_last=True))
 
     def lose_link(self, error: BatonError) -> int:
         """Give the attempt up after a failed handoff; return the number for the check."""
@@ -92,7 +92,7 @@ class RequestSource(Stateful[SourceState, SourceStep]):
         if self._attempts >= self._max_attempts or not may_retry(error):
             raise error
         self.number = self._out.number()
-        self._out.put(SearchPrefill(self.number, pool, self._tried))
+        self._out.append(SearchPrefill(self.number, pool, self._tried))
 
     def found(self, worker: BookedWorker) -> None:
         """Start the prompt on the worker that a search has booked."""
@@ -106,22 +106,22 @@ class RequestSource(Stateful[SourceState, SourceStep]):
         if self.state is not SourceState.CLOSED:
             self.move(SourceStep.CLOSE)
             self._leave()
-            self._out.put(Release(self.worker))
+            self._out.append(Release(self.worker))
 
     def _open(self) -> None:
         self._has_destination = False
         self.number = self._out.number()
-        self._out.put(OpenPrefill(self.number, self.worker))
+        self._out.append(OpenPrefill(self.number, self.worker))
 
     def _drop(self, error: BatonError) -> None:
         self.error = error
         self._leave()
-        self._out.put(Release(self.worker))
+        self._out.append(Release(self.worker))
         if is_suspect(error):
-            self._out.put(MarkLost(self.worker, str(error)))
+            self._out.append(MarkLost(self.worker, str(error)))
         self._tried |= {self.worker.address}
 
     def _leave(self) -> None:
         if self.number:
-            self._out.put(Close(self.number))
+            self._out.append(Close(self.number))
             self.number = 0

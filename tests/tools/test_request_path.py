@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Visits measure the way: jumps to a function of another file, by package of that function. The
-# limits are some percent above the present counts. A change that simplifies the way lowers them.
+# limits are some percent above the present counts. A change that simplifies the way lowers them. In
+# the router, steps of the request machine's tables and its commands are jumps, too (152 before it).
 MAX_VISITS = {
     "baton": 6,
     "decode": 48,
@@ -17,12 +18,12 @@ MAX_VISITS = {
     "models": 24,
     "pool": 112,
     "prefill": 40,
-    "router": 158,
+    "router": 184,
     "runtime": 84,
     "transfer": 140,
 }
 # Files alone measure it badly: merging two files against their sense lowers their number.
-MAX_FILES = 125
+MAX_FILES = 140
 # Files that every request certainly passes: the script would count few files, too, if it saw few
 # threads.
 CERTAIN = {
