@@ -94,7 +94,7 @@ class Admission:
             return self._rejections.away_s()
         if isinstance(error, CapacityError):
             num_missing = self._placement.num_missing(request.prompt)
-            service_s = self._rates().service_s(self._work_of(request, num_missing))
+            service_s = self._rates().placed_service_s(self._work_of(request, num_missing))
             refusal = Refusal(Cause.WORKERS, self.wait_s(), service_s)
             return refusal.retry_after_s or error.retry_after_s
         return None if error.retry_after_s is None else min(error.retry_after_s, MAX_RETRY_S)

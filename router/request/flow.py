@@ -75,9 +75,9 @@ class RequestFlow:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._events: deque[ev.RequestEvent] = deque()  # while another one is handled
         self._is_handling = False
-        self._unread: deque[ev.RequestEvent] | None = (
-            None  # while prompt scores wait for the client
-        )
+        # Events of workers while prompt scores wait for the client; None otherwise.
+        self._unread: deque[ev.RequestEvent] | None = None
+        self._admitting: Span | None = None
         self._notes: RequestNotes | None = None  # once a pair is booked
         self._end: ev.End | None = None
         self._ended = self._loop.create_future()
@@ -100,10 +100,6 @@ class RequestFlow:
             ev.NoteMigration: self._note_migration,
             ev.End: self._stop,
         }
-
-    @property
-    def request_id(self) -> str:
-        return self._request.engine.request_id
 
     def abort(self) -> None:
         """End the request now, with FINISH_REASON_ABORTED. Idempotent."""
@@ -200,47 +196,43 @@ class RequestFlow:
     # Commands.
 
     def _reserve(self, command: ev.Reserve) -> None:
-        span = begin("baton.router.admit", request_id=self.request_id)
+        self._admitting = begin("baton.router.admit", request_id=self._request.engine.request_id)
         if self._request.engine.HasField("num_prompt_logprobs"):
-            self._start(command.number, self._admit_scored(command.number, span))
+            self._start(command.number, self._admit_scored(command.number))
             return
         admission = self._services.admission
         try:
             ticket = admission.arrive(self._request, self._deadline)
             placed = admission.place_at_once(ticket)
         except BatonError as error:
-            span.end()
             self._happened(ev.NotAdmitted(error))
             return
         if placed is None:
-            self._start(command.number, self._admit(command.number, ticket, span))
+            self._start(command.number, self._admit(command.number, ticket))
         else:
-            self._placed(command.number, placed, span)
+            self._placed(command.number, placed)
 
-    async def _admit_scored(self, number: int, span: Span) -> None:
+    async def _admit_scored(self, number: int) -> None:
         admission = self._services.admission
         async with admission.scoring_place(self._request):
             try:
                 ticket = admission.arrive(self._request, self._deadline)
             except BatonError as error:
-                span.end()
                 self._happened(ev.NotAdmitted(error))
                 return
-            await self._admit(number, ticket, span)
+            await self._admit(number, ticket)
             await asyncio.shield(self._ended)
 
-    async def _admit(self, number: int, ticket: AdmissionTicket, span: Span) -> None:
+    async def _admit(self, number: int, ticket: AdmissionTicket) -> None:
         try:
             placed = await self._services.admission.wait(ticket)
         except BatonError as error:
             self._happened(ev.NotAdmitted(error))
         else:
-            self._placed(number, placed, span)
-        finally:
-            span.end()
+            self._placed(number, placed)
 
-    def _placed(self, number: int, placed: Placed, span: Span) -> None:
-        span.end()
+    def _placed(self, number: int, placed: Placed) -> None:
+        self._end_admission()
         services = self._services
         self._timeline.placed()
         record = ServiceRecord(
@@ -249,15 +241,14 @@ class RequestFlow:
             self._request.engine.max_tokens,
             placed.service_s,
         )
-        self._notes = RequestNotes(
-            self._request,
-            self._answer,
-            record,
-            services.directory.placement,
-            services.metrics,
-        )
+        placement = services.directory.placement
+        self._notes = RequestNotes(self._request, self._answer, record, placement, services.metrics)
         services.metrics.running.inc()
         self._happened(self._pair_placed(number, placed.pair))
+
+    def _end_admission(self) -> None:
+        if self._admitting is not None:
+            self._admitting.end()
 
     def _pair_placed(self, number: int, pair: WorkerPair) -> ev.PairPlaced:
         num_missing = self._request.prompt.num_tokens - pair.decode.num_cached
@@ -320,7 +311,12 @@ class RequestFlow:
 
     def _start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[number] = self._loop.create_task(work, context=self._context)
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        task.add_done_callback(lambda _: self._forget(number, task))
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        # Scores that wait again have the number of those that waited before.
+        if self._tasks.get(number) is task:
+            del self._tasks[number]
 
     def _emit(self, command: ev.Emit) -> None:
         tokens, is_decoded = command
@@ -367,6 +363,7 @@ class RequestFlow:
     def _stop(self, end: ev.End) -> None:
         """End the request for the client."""
         self._due_timer.close()
+        self._end_admission()
         if self._notes is not None:
             self._services.metrics.running.dec()
             self._record_end(end, self._notes.record)

@@ -2,7 +2,7 @@
 
 Workers are configured or discovered (`router.workers.discovery`). Each is watched over one
 `Worker.Watch` stream. A worker is usable while that stream is alive, reports that it serves, and
-describes the router's model. `WorkerPlacement` chooses among them, and `CacheView` knows their caches.
+describes the router's model. `WorkerPlacement` chooses among them; `CacheView` knows their caches.
 """
 
 import asyncio
@@ -33,8 +33,6 @@ from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 T = TypeVar("T")
 Connect = Callable[[WorkerRole, str], grpc.aio.Channel]
 
-# Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
-MOST_COMPARED = 64
 START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed late
 
 

@@ -1,4 +1,4 @@
-"""WorkerPlacement: the choice of workers for a request, and what failed handoffs say about them.
+"""The choice of workers for a request, and what failed handoffs say about them.
 
 A prefill and a decode worker form a pair if their compatibility digests fit. A pair that recently
 failed a handoff is left out while another exists. Choosing a worker books the request on it; the

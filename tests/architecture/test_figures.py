@@ -348,7 +348,7 @@ STATED = [
     Stated(
         "docs/scale.md",
         "of more than {0} workers of a role, the router looks at {0} random workers and at up to {0}",
-        ("router/workers/directory.py:MOST_COMPARED",),
+        ("router/workers/placement.py:MOST_COMPARED",),
     ),
     Stated(
         "docs/speculation.md",

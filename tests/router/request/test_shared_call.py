@@ -2,10 +2,12 @@
 elsewhere with the same tokens; none holds up or ends another."""
 
 import asyncio
+import logging
 
 import pytest
 
 from protos import generation_pb2
+from router.request import flow
 from router.request.answer import ResponseQueue
 from runtime.errors import UnavailableError
 from tests.router.harness import NO_GRACE, RouterHarness, eventually, running_router, token_request
@@ -149,6 +151,64 @@ async def test_unread_scores_stay_on_the_worker(
             token_id for chunk in answer.chunks for token_id in chunk.prompt_logprobs.token_ids
         ]
         assert (scored, len(passed)) == (prompt[1:], 100)
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("num_passed", [0, 1, 3])
+async def test_scores_that_wait_for_a_client_end_with_its_request(
+    num_passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for the next scores begins before the wait for the last ones is over."""
+    prefill, (pool,) = cluster()
+    prefill.scored_chunks = (1,) * 100
+    waits: list[int] = []
+    never = asyncio.Event()  # kept here: a forgotten task that waits alone would be collected
+    monkeypatch.setattr(ResponseQueue, "has_room", False)
+
+    async def room(_: ResponseQueue) -> None:
+        waits.append(1)
+        if len(waits) > num_passed:
+            await never.wait()
+
+    monkeypatch.setattr(ResponseQueue, "room", room)
+    async with running_router(prefill, pool) as router:
+        request = token_request(
+            list(range(101)), max_tokens=2, num_prompt_logprobs=0, request_id="scored"
+        )
+        asked = asyncio.create_task(router.ask(request))
+        await eventually(lambda: len(waits) > num_passed, "the wait for the client")
+        await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["scored"]))
+        await asked
+        await router.assert_nothing_left()
+
+
+async def test_a_worker_that_floods_a_waiting_request_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prefill, (pool,) = cluster()
+    prefill.scored_chunks = (1,) * 100
+    may_go = asyncio.Event()
+    monkeypatch.setattr(flow, "MAX_QUEUED", 4)
+    monkeypatch.setattr(ResponseQueue, "has_room", False)
+
+    async def room(_: ResponseQueue) -> None:
+        await may_go.wait()
+
+    def reasons() -> list[str]:
+        return [vars(record).get("reason", "") for record in caplog.records]
+
+    monkeypatch.setattr(ResponseQueue, "room", room)
+    async with running_router(prefill, pool) as router:
+        prompt = list(range(101))
+        asked = asyncio.create_task(
+            router.ask(token_request(prompt, max_tokens=2, num_prompt_logprobs=0))
+        )
+        await eventually(lambda: "it sent more than could be handled" in reasons(), "the flood")
+        monkeypatch.setattr(flow, "MAX_QUEUED", 64)
+        may_go.set()
+        assert (await asked).token_ids == expected_tokens(prompt, 2)
+        assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 1
         await router.assert_nothing_left()
 
 

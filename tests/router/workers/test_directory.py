@@ -17,9 +17,9 @@ from protos import worker_pb2
 from router.request.admission import Admission
 from router.request.rejections import AdmissionLimits
 from router.request.service_times import MOST_ASKED, Rates, ServiceTimeModel
-from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, DirectoryOptions
+from router.workers.directory import START_MARGIN, Directory, DirectoryOptions
 from router.workers.pace import DecodePace
-from router.workers.placement import PlacementRequest
+from router.workers.placement import MOST_COMPARED, PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.report import statuses
 from router.workers.watch import apply_report

@@ -145,11 +145,14 @@ class History:
         if not model.has_first_token:
             steps.append(lambda: self.say(model, "has_first_token", w.first_token(number)))
             if model.num_scored < 2:
-                model.num_scored += 1
-                steps.append(lambda: self.feed(w.scored(number)))
+                steps.append(lambda: self.score(number, model))
         if stream.destination is not None and not model.has_sent:
             steps.append(lambda: self.send(number, model))
         return steps
+
+    def score(self, number: int, model: PrefillModel) -> None:
+        model.num_scored += 1
+        self.feed(w.scored(number))
 
     def send(self, number: int, model: PrefillModel) -> None:
         destination = self.world.prefill[number].destination
