@@ -37,7 +37,16 @@ class Extension:
         lines = target.read_text().splitlines(keepends=True)
         place = next(place for place, each in enumerate(lines) if each.startswith(after))
         lines.insert(place + 1, line + "\n")
-        target.write_text("".join(lines))
+        self._rewrite(path, "".join(lines))
+
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Replace a text that the file has once."""
+        text = (self.folder / path).read_text()
+        assert text.count(old) == 1
+        self._rewrite(path, text.replace(old, new))
+
+    def _rewrite(self, path: str, text: str) -> None:
+        (self.folder / path).write_text(text)
         if path not in self.touched:
             self.touched.append(path)
 

@@ -3,17 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
-
-from pool.stage import transports
-from pool.stage.transports import TRANSPORTS, OnRefused, TransportKind, TransportSettings
-from runtime.clock import SystemClock
-from testing.memory_transport import MemoryNetwork
 from tests.guides.extension import ROOT, Extension
-from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
-from tests.support.cluster.reference import Reference
-from transfer.transport.protocol import Transport
 
 GUIDES = (ROOT / "docs/architecture.md").read_text()
 POLICY = '''
@@ -49,6 +39,50 @@ async def main():
         last = {max(group, key=lambda worker: worker.address).name for group in (workers, pools)}
     used = {name for name, what in journal.entries if what in (Point.QUEUED, Point.RESERVE)}
     print(used == last)
+
+asyncio.run(main())
+"""
+TRANSPORT = '''
+"""Messages through the memory of one process."""
+
+from runtime.clock import SystemClock
+from runtime.errors import ConfigError
+from testing.memory_transport import MemoryNetwork
+from transfer.transport.protocol import Transport
+
+NETWORK = MemoryNetwork()
+made: list[Transport] = []
+
+
+def make(settings: object, on_refused: object) -> Transport:
+    """Make a transport on the network of this process."""
+    made.append(NETWORK.transport(SystemClock()))
+    return made[-1]
+
+
+def make_frames(settings: object, limits: object) -> object:
+    """Refuse pools of several stages."""
+    raise ConfigError("memory has no frames: use pools of one stage", field="transport")
+'''
+USE_TRANSPORT = """
+import asyncio, tempfile
+from pathlib import Path
+from baton.values import Query, Sampling, Stop
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.models.checkpoints import make_checkpoint
+from transfer import memory
+
+async def tokens_by(path, transport):
+    query = Query(tuple(range(3, 60)), Sampling(temperature=0), Stop(max_tokens=8, ignore_eos=True))
+    async with cluster_in_process(path, transport=transport) as client:
+        return (await client.complete(query, timeout_s=60)).token_ids
+
+async def main():
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_checkpoint(Path(folder), "qwen3_5_text")
+        expected = await tokens_by(path, "auto")
+        print(not memory.made, end=" ")
+        print(await tokens_by(path, "memory") == expected and len(memory.made) == 2)
 
 asyncio.run(main())
 """
@@ -94,20 +128,42 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 USE_FIELD = """
-import asyncio
-from pool.request.conversion import request_from_proto
-from protos import generation_pb2, types_pb2
-from router.request.validate import admissible
-from tests.router.harness import FACTS
+import asyncio, tempfile
+from pathlib import Path
+import grpc
+from prefill.scheduler import PrefillScheduler
+from protos import generation_pb2, generation_pb2_grpc, types_pb2
+from runtime.process.announce import announced_address
+from testing.past_proxies import PAST_PROXIES
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.models.checkpoints import make_checkpoint
 
-request = generation_pb2.GenerateRequest(
-    token_ids=types_pb2.TokenIds(ids=[1, 2, 3]), trace_label="a label"
-)
-checked = asyncio.run(admissible(request, FACTS, None, lambda: 7))
-sent = types_pb2.EngineRequest.FromString(checked.engine.SerializeToString())
-sent.request_id = "r"
-limits = {"vocab_size": FACTS.vocab_size, "max_context_tokens": FACTS.max_context_tokens}
-print(request_from_proto(sent, **limits).trace_label)
+seen, submit = set(), PrefillScheduler.submit
+
+def noted(self, request, *args, **options):
+    seen.add(request.trace_label)
+    return submit(self, request, *args, **options)
+
+PrefillScheduler.submit = noted
+
+async def main():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = make_checkpoint(folder, "qwen3_5_text")
+        async with cluster_in_process(path, announced=folder):
+            address = await announced_address(folder / "router.json")
+            async with grpc.aio.insecure_channel(address, options=PAST_PROXIES) as channel:
+                request = generation_pb2.GenerateRequest(
+                    token_ids=types_pb2.TokenIds(ids=[5, 6, 7]),
+                    stop=types_pb2.StopConditions(max_tokens=2, ignore_eos=True),
+                    skip_text=True,
+                    trace_label="a label",
+                )
+                async for _ in generation_pb2_grpc.GenerationStub(channel).Generate(request):
+                    pass
+    print(sorted(seen))
+
+asyncio.run(main())
 """
 
 
@@ -147,29 +203,30 @@ def test_a_model_family_is_one_file_and_one_registration(tmp_path: Path) -> None
     assert len(extension.touched) == steps_of("Add a model family")
 
 
-async def test_a_transport_is_one_file_and_one_registration(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, reference: Reference
-) -> None:
-    """Handoffs go through the memory of this process; the frames of stages as before."""
-    network = MemoryNetwork()
-    made: list[Transport] = []
-
-    def make(settings: TransportSettings, on_refused: OnRefused) -> Transport:
-        made.append(network.transport(SystemClock()))
-        return made[-1]
-
-    kinds = {**TRANSPORTS, "auto": TransportKind(make, TRANSPORTS["auto"].make_frames)}
-    monkeypatch.setattr(transports, "TRANSPORTS", kinds)
-    async with cluster_in_process(checkpoint) as client:
-        question = make_questions(1)[0]
-        (right,) = on_the_wire(reference.answers([question]))
-        assert shown(await client.complete(as_query(question), timeout_s=60)) == right
-    assert len(made) == 2
-    assert steps_of("Add a transport") == 2
+def test_a_transport_is_one_file_and_two_registrations(tmp_path: Path) -> None:
+    """Pools of one stage hand over by it, with the tokens that UCX gives."""
+    extension = Extension(tmp_path, "pool", "transfer")
+    extension.add("transfer/memory.py", TRANSPORT)
+    kinds = "pool/stage/transports.py"
+    extension.register(
+        kinds,
+        "from transfer.transport.binding",
+        f"from {'.'.join(('transfer', 'memory'))} import make, make_frames",
+    )
+    extension.register(
+        kinds, '    "cuda": TransportKind(', '    "memory": TransportKind(make, make_frames),'
+    )
+    extension.replace(
+        "pool/stage/config.py",
+        'TransportName = Literal["auto", ',
+        'TransportName = Literal["memory", "auto", ',
+    )
+    assert extension.run(USE_TRANSPORT).splitlines()[-1] == "True True"
+    assert len(extension.touched) == steps_of("Add a transport")
 
 
 def test_a_request_field_is_one_line_in_five_files(tmp_path: Path) -> None:
-    """From a client's message over the router to the engine; stubs are generated."""
+    """A client's value reaches the engine's request in a running cluster; stubs are generated."""
     extension = Extension(tmp_path, "protos", "router", "pool", "engine", "tools")
     field = "  string trace_label = 900;"
     extension.register("protos/baton/v1/generation.proto", "message GenerateRequest {", field)
@@ -188,5 +245,5 @@ def test_a_request_field_is_one_line_in_five_files(tmp_path: Path) -> None:
     extension.run(
         "from tools.stubs import write_stubs; from pathlib import Path; write_stubs(Path('.'))"
     )
-    assert extension.run(USE_FIELD) == "a label\n"
+    assert extension.run(USE_FIELD).splitlines()[-1] == "['', 'a label']", "the warm-up has none"
     assert len(extension.touched) == steps_of("Add a request field")
