@@ -62,7 +62,6 @@ class DecodeEntry(Entry[DecodeEntryEvent]):
     # The record for the states of its trees; without it the request runs without trees.
     scratch: SlotLease | None = None
     num_due: int = 0  # tokens that batches in flight sample
-    running: bool = False  # whether its memory is filled and it may be scheduled
     joined_s: float = 0.0
     first_step_s: float | None = None
     num_preemptions: int = 0

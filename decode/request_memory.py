@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from decode.entry import DecodeEntry, DecodeLimits
 from engine.core.request import Request
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
+from pool.prefix.cache import PrefixCache
 from pool.prefix.tree import Found
-from pool.request.entry import PrefixCache
 from runtime.digests import block_names, names_draft
 from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
 

@@ -37,14 +37,18 @@ from engine.core.request import Request, SampledToken
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
+from pool.prefix.cache import PrefixCache
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
-from pool.request.entry import EntryOwner, PrefixCache
+from pool.request.entry import EntryOwner, EntryTable
+from pool.request.entry_state import EntryState
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import CapacityError, DeadlineError
 
 MAX_ENDED_KEYS = 1024  # per batch
+# A released request that has steps in flight is still computed.
+SCHEDULED = (EntryState.RUNNING, EntryState.RELEASED)
 
 
 @dataclass
@@ -65,7 +69,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     keys: Iterator[int] = field(default_factory=lambda: count(1))
     journal: PointJournal = field(default_factory=PointJournal)  # also shared
     on_preempted: Callable[[], None] = lambda: None
-    _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
+    _entries: EntryTable[DecodeEntry] = field(default_factory=EntryTable)
     # Keys whose output state the last stage still has to drop.
     _ended: dict[int, None] = field(default_factory=dict)
     _since_s: float = 0.0  # time of the last result, or of the first launch after a pause
@@ -146,7 +150,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         pages.
         """
         entry = self._entries.get(key)
-        if entry is None or entry.released or entry.has_failed:
+        if entry is None or entry.state is not EntryState.PENDING:
             return
         self._memory.keep_landed(entry, with_draft=with_draft)
         entry.outputs.insert(0, first_token)
@@ -184,10 +188,10 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         """Return how many requests hold memory, landing or running, and the longest preemption."""
         landing = [
             entry
-            for entry in self._entries.values()
-            if not entry.running and entry.pages is not None
+            for entry in self._entries
+            if entry.state not in SCHEDULED and entry.pages is not None
         ]
-        running = sum(entry.running for entry in self._entries.values())
+        running = sum(entry.state in SCHEDULED for entry in self._entries)
         waiting = [entry.preempted_s for entry in self._turns.waiting]
         return PoolOccupancy(
             {"landing": len(landing), "running": running},
@@ -197,7 +201,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
 
     def next_batch(self) -> ForwardBatch | None:
         self._drop_late()
-        if not any(entry.in_flight for entry in self._entries.values()):
+        if not any(entry.in_flight for entry in self._entries):
             self._since_s = self.clock.now()
         elif self.limits.steps_ahead:
             return self._next_ahead()
@@ -226,9 +230,9 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
             ):
                 outcome = next(verified) if self.limits.speculates else outcome
                 tokens = [next(generated) for _ in outcome.accepted]
-            if entry.released:
+            if entry.state.is_released:
                 self.release(key)
-            elif entry.has_failed:
+            elif entry.state.has_failed:
                 continue  # already failed; this step was prepared before
             elif result.error is not None:
                 self._fail(entry, result.error)
@@ -270,7 +274,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     def on_idle(self) -> None:
         check_integrity(
             [self.pages.ledger, self.slots.ledger, self.scratch.ledger],
-            live_owners={entry.owner for entry in self._entries.values()},
+            live_owners=self._entries.owners,
         )
 
     @cached_property
@@ -329,7 +333,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
             )
         entry.key, entry.joined_s = next(self.keys), self.clock.now()
         lease(entry)
-        self._entries[entry.key] = entry
+        self._entries.add(entry)
 
     def _run(self, entry: DecodeEntry) -> None:
         entry.joined_s = self.clock.now()
@@ -389,9 +393,6 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     def _release_in_flight(self, entry: DecodeEntry) -> None:
         self._turns.skip(entry)
 
-    def _forget(self, entry: DecodeEntry) -> None:
-        self._unschedule(entry)
-        entry.free()
+    def _on_forget(self, entry: DecodeEntry) -> None:
         if entry.num_kept is not None:
             self._ended[entry.key] = None
-        del self._entries[entry.key]

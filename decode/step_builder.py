@@ -12,6 +12,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import NOT_SAMPLED, Row, build_batch, chunk_end, sampling_row
 from engine.memory.leases import PageAllocator, pages_for_tokens
+from pool.request.entry_state import EntryState
 
 # Returns those of the entries that take the next step, each with a page for its token.
 Stepping = Callable[[Sequence[DecodeEntry]], list[DecodeEntry]]
@@ -59,7 +60,7 @@ class StepBuilder:
         """
         streams = [entry for entry in ready if entry.computed >= self.readable(entry)]
         beside = stepping(streams) if self.limits.reads_beside else []
-        reading = [entry for entry in reading if entry.running]
+        reading = [entry for entry in reading if entry.state is EntryState.RUNNING]
         if reading:
             return self.read(reading, beside)
         return self.decode(beside) if beside else None

@@ -11,6 +11,7 @@ from decode.entry import DecodeEntry, DecodeLimits
 from decode.request_memory import RequestMemory
 from decode.speculation import DraftState
 from engine.memory.leases import PageAllocator, pages_for_tokens
+from pool.request.entry_state import EntryState, EntryStep
 from runtime.clock import Clock
 from runtime.errors import CapacityError
 
@@ -42,7 +43,7 @@ class DecodeTurns:
         return [entry for entry in self if not entry.in_flight]
 
     def add(self, entry: DecodeEntry) -> None:
-        entry.running = True
+        entry.step(EntryStep.RUN)
         self._running[entry.key] = entry
 
     def skip(self, entry: DecodeEntry) -> None:
@@ -51,7 +52,6 @@ class DecodeTurns:
 
     def remove(self, entry: DecodeEntry) -> None:
         """Remove an entry from the running or the waiting ones."""
-        entry.running = False
         self.skip(entry)
         if entry in self.waiting:
             self.waiting.remove(entry)
@@ -87,7 +87,7 @@ class DecodeTurns:
                 break
             if chosen and (entry.scratch is None) is not (chosen[0].scratch is None):
                 continue
-            if entry.running and self._grow(entry):
+            if entry.state is EntryState.RUNNING and self._grow(entry):
                 entry.in_flight = 1  # now its pages cannot be taken by a preemption
                 entry.first_step_s = (
                     self.clock.now() if entry.first_step_s is None else entry.first_step_s
@@ -133,7 +133,7 @@ class DecodeTurns:
         self.memory.keep_generated(entry)
         entry.free()
         entry.draft = DraftState()
-        entry.running = False
+        entry.step(EntryStep.PREEMPT)
         entry.num_preemptions += 1
         entry.preempted_s = self.clock.now()
         del self._running[entry.key]

@@ -14,8 +14,9 @@ from engine.core.state_rows import StateRow, StateSnapshot
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotLease
 from engine.sampling.sampler import Scores
+from pool.prefix.cache import PrefixCache
 from pool.prefix.tree import Found
-from pool.request.entry import Entry, Failed, PrefixCache
+from pool.request.entry import Entry, Failed
 
 
 @dataclass(frozen=True)

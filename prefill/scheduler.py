@@ -23,14 +23,15 @@ from itertools import count
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
-from engine.core.request import Request
+from engine.core.request import Request, SampledToken
 from engine.core.rows import BuildBatch, Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
-from pool.request.entry import EntryOwner
+from pool.request.entry import EntryOwner, EntryTable
+from pool.request.entry_state import EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.prompts import (
     FirstToken,
@@ -42,12 +43,7 @@ from prefill.prompts import (
     Started,
 )
 from runtime.clock import NO_DEADLINE, Clock, Deadline
-from runtime.errors import (
-    CapacityError,
-    DeadlineError,
-    FieldViolation,
-    InvalidRequestError,
-)
+from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
 from runtime.pace import PrefillRateEstimate
 
 # Scoring needs a row of logits per token: 80 MB for this number at a vocabulary of 150,000.
@@ -71,7 +67,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     # Request keys, shared by the data ranks of a pool.
     keys: Iterator[int] = field(default_factory=lambda: count(1))
     journal: PointJournal = field(default_factory=PointJournal)  # also shared
-    _entries: dict[int, PrefillEntry] = field(default_factory=dict)
+    _entries: EntryTable[PrefillEntry] = field(default_factory=EntryTable)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
     _num_held: int = 0  # requests that hold memory: started and not released
@@ -115,7 +111,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         entry = PrefillEntry(
             key, request, emit, blocks=blocks, deadline=deadline, arrived_s=self.clock.now()
         )
-        self._entries[key] = entry
+        self._entries.add(entry)
         insort(self._queue, entry.turn)
         return key
 
@@ -131,9 +127,9 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
 
     def occupancy(self) -> PoolOccupancy:
         """Return how many requests hold memory, computing or in handoff, and the queue's age."""
-        started = [entry for entry in self._entries.values() if entry.pages is not None]
+        started = [entry for entry in self._entries if entry.pages is not None]
         handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
-        queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
+        queued = [entry.arrived_s for entry in self._entries if entry.pages is None]
         return PoolOccupancy(
             {"computing": len(started) - len(handing), "handoff": len(handing)},
             sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
@@ -167,16 +163,16 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
-            had_failed = entry.has_failed
-            # Also set for a released entry: nothing computed after the failure is cached.
-            entry.has_failed |= result.error is not None
+            had_failed = entry.state.has_failed
+            if result.error is not None:
+                # Also for a released entry: nothing computed after the failure is cached.
+                entry.step(EntryStep.FAIL)
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
             token = next(tokens) if sampling is not None and result.error is None else None
-            if entry.released:
-                if entry.in_flight == 0:
-                    self._forget(entry)
+            if entry.state.is_released:
+                self.release(key)
                 continue
             if had_failed:
                 continue  # already failed; this batch read pages of a failed batch
@@ -184,14 +180,17 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
                 self._fail(entry, result.error)
             if scored:
                 entry.emit(Scored(batch.context_lens[row] + 1, scored))
-            if token is not None and token.error is not None:
-                self._fail(entry, token.error)
-            elif token is not None:
-                prefill_s = self.clock.now() - entry.started_s
-                self._best_pace.observe(
-                    len(entry.request.prompt_token_ids) - entry.num_cached, prefill_s
-                )
-                entry.emit(FirstToken(token, prefill_s))
+            if token is not None:
+                self._on_first_token(entry, token)
+
+    def _on_first_token(self, entry: PrefillEntry, token: SampledToken) -> None:
+        if token.error is not None:
+            self._fail(entry, token.error)
+            return
+        prefill_s = self.clock.now() - entry.started_s
+        num_computed = len(entry.request.prompt_token_ids) - entry.num_cached
+        self._best_pace.observe(num_computed, prefill_s)
+        entry.emit(FirstToken(token, prefill_s))
 
     @cached_property
     def cache(self) -> PromptCache:
@@ -203,7 +202,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     def on_idle(self) -> None:
         check_integrity(
             [self.pages.ledger, self.slots.ledger],
-            live_owners={entry.owner for entry in self._entries.values()},
+            live_owners=self._entries.owners,
         )
 
     def _add_short(self, rows: list[Row]) -> int:
@@ -322,6 +321,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         self.cache.begin(entry, found)
         entry.advance(found.num_tokens)
         entry.started_s = self.clock.now()
+        entry.step(EntryStep.RUN)
         self._running.append(entry)
         assert entry.pages is not None
         assert entry.slot is not None
@@ -341,7 +341,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
 
         Caches nothing after a failed batch, because later tokens were computed from its pages.
         """
-        if entry.pages is not None and not entry.has_failed:
+        if entry.pages is not None and not entry.state.has_failed:
             self.cache.keep(entry, entry.pages.page_ids, num_tokens)
 
     def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
@@ -377,6 +377,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         entry.advance(end)
         entry.in_flight += 1
         if end == len(prompt):
+            entry.step(EntryStep.COMPUTE)
             self._running.remove(entry)
         return taken
 
@@ -391,8 +392,5 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             self._queue.remove(entry.turn)
         self.cache.end(entry)
 
-    def _forget(self, entry: PrefillEntry) -> None:
-        self._unschedule(entry)
+    def _on_forget(self, entry: PrefillEntry) -> None:
         self._num_held -= entry.pages is not None
-        entry.free()
-        del self._entries[entry.key]

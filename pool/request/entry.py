@@ -1,24 +1,18 @@
-"""The role-independent scheduling state of a request, the prefix cache, and the choice of a data
-rank.
-"""
+"""The role-independent scheduling state of a request, and the choice of a data rank."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
-
-from prometheus_client import CollectorRegistry
 
 from engine.core.batch import ForwardBatch
 from engine.core.request import Request
 from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease
-from pool.prefix.journal import PointJournal
-from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
+from pool.prefix.cache import PrefixCache
+from pool.request.entry_state import ENTRY_TRANSITIONS, EntryState, EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
-from runtime.clock import NO_DEADLINE, Clock, Deadline
-from runtime.errors import BatonError, CapacityError
-from runtime.observe.metrics import CacheMetrics
+from runtime.clock import NO_DEADLINE, Deadline
+from runtime.errors import BatonError, CapacityError, InternalError
 
 EventT = TypeVar("EventT")
 
@@ -44,11 +38,24 @@ class Entry(Generic[EventT]):
     slot: SlotLease | None = None
     in_flight: int = 0  # batches that contain it
     deadline: Deadline = NO_DEADLINE  # by the clock of its scheduler
-    released: bool = False
-    # Set when its owner is notified and will release it; its computed tokens are not valid.
-    has_failed: bool = False
     blocks: tuple[bytes, ...] = ()
     _computed: int = field(default=0, init=False)
+    _state: EntryState = field(default=EntryState.PENDING, init=False)
+
+    @property
+    def state(self) -> EntryState:
+        return self._state
+
+    def step(self, step: EntryStep) -> None:
+        """Go to the next state.
+
+        Raises:
+            InternalError: the state does not allow the step.
+        """
+        after = ENTRY_TRANSITIONS.get((self._state, step))
+        if after is None:
+            raise InternalError(f"{self.owner} is {self._state}, which does not allow {step}")
+        self._state = after
 
     @property
     def owner(self) -> str:
@@ -98,98 +105,44 @@ class Entry(Generic[EventT]):
         self.advance(0)
 
 
-@dataclass
-class PrefixCache:
-    """Pages and states kept for later requests with the same prefix.
-
-    The tree knows the tokens of a kept page or state, and the ledgers know its holders. Without a
-    `rule` nothing is kept.
-    """
-
-    rule: ResumeRule | None
-    pages: PageAllocator
-    slots: SlotAllocator
-    clock: Clock
-    metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
-    # Journal of the tree, shared by the data ranks.
-    journal: PointJournal = field(default_factory=PointJournal)
-    # Pages and snapshots already counted in the metrics, which the data ranks share.
-    _shown_size: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        if self.rule is not None:
-            self.pages.ledger.serve(self._evict_pages)
-            self.slots.ledger.serve(self._evict_snapshots)
-
-    def find(self, blocks: Sequence[bytes], num_tokens: int) -> Found:
-        """Return the cached part of a prompt of `num_tokens` tokens with these blocks."""
-        return Found() if self.rule is None else self._tree.find(blocks, num_tokens)
-
-    def resume(self, blocks: Sequence[bytes], found: Found) -> None:
-        """Note that a request has leased what was found."""
-        if self.rule is not None:
-            self._tree.resumed(blocks, found.num_tokens)
-
-    def insert(
-        self, blocks: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
-    ) -> None:
-        """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot."""
-        if self.rule is None:
-            return
-        taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id)
-        self.pages.ledger.keep(taken.page_ids)
-        self.slots.ledger.keep(taken.slot_ids)
-        self._show_size()
-
-    def clear(self) -> int:
-        """Evict everything; return the number of pages. Leased memory stays with its holders."""
-        if self.rule is None:
-            return 0
-        given = self._tree.clear()
-        self.pages.ledger.release(given.page_ids)
-        self.slots.ledger.release(given.slot_ids)
-        self._gave_up(given, "flush")
-        return len(given.page_ids)
-
-    @cached_property
-    def _tree(self) -> PrefixTree:
-        assert self.rule is not None
-        return PrefixTree(
-            self.rule,
-            self.clock,
-            is_page_held=self.pages.ledger.is_leased,
-            is_slot_held=self.slots.ledger.is_leased,
-            journal=self.journal,
-        )
-
-    def _evict_pages(self, count: int) -> Sequence[int]:
-        """Evict pages for a lease that finds too few free."""
-        given = self._tree.evict_pages(count)
-        self.slots.ledger.release(given.slot_ids)
-        self._gave_up(given, "pressure")
-        return given.page_ids
-
-    def _evict_snapshots(self, count: int) -> Sequence[int]:
-        """Evict snapshots for a lease that finds too few slots free."""
-        given = self._tree.evict_snapshots(count)
-        self.pages.ledger.release(given.page_ids)
-        self._gave_up(given, "pressure")
-        return given.slot_ids
-
-    def _gave_up(self, given: Changed, cause: str) -> None:
-        self.metrics.evicted.labels(cause).inc(len(given.page_ids))
-        self._show_size()
-
-    def _show_size(self) -> None:
-        size = self._tree.num_pages, len(self.slots.ledger.kept_ids())
-        for gauge, now, shown in zip(
-            (self.metrics.pages, self.metrics.snapshots), size, self._shown_size, strict=True
-        ):
-            gauge.inc(now - shown)
-        self._shown_size = size
-
-
 EntryT = TypeVar("EntryT", bound=Entry[Any])
+
+
+class EntryTable(Generic[EntryT]):
+    """The requests of a scheduler by key, in admission order. Belongs to the engine thread."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, EntryT] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[EntryT]:
+        return iter(self._by_key.values())
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._by_key
+
+    def __getitem__(self, key: int) -> EntryT:
+        return self._by_key[key]
+
+    def get(self, key: int) -> EntryT | None:
+        """Return the request, or None if it is over."""
+        return self._by_key.get(key)
+
+    def add(self, entry: EntryT) -> None:
+        self._by_key[entry.key] = entry
+
+    def forget(self, entry: EntryT) -> None:
+        """Release the memory of a request, which nothing writes any more, and drop it."""
+        entry.step(EntryStep.FORGET)
+        entry.free()
+        del self._by_key[entry.key]
+
+    @property
+    def owners(self) -> set[str]:
+        """Return the names of all requests in the ledgers of pages and slots."""
+        return {entry.owner for entry in self}
 
 
 class EntryOwner(ABC, Generic[EntryT]):
@@ -198,7 +151,7 @@ class EntryOwner(ABC, Generic[EntryT]):
     Belongs to the engine thread.
     """
 
-    _entries: dict[int, EntryT]  # by key
+    _entries: EntryTable[EntryT]
 
     @property
     @abstractmethod
@@ -213,8 +166,8 @@ class EntryOwner(ABC, Generic[EntryT]):
         self._unschedule(entry)
 
     @abstractmethod
-    def _forget(self, entry: EntryT) -> None:
-        """Release an entry's memory, which nothing writes any more, and drop it."""
+    def _on_forget(self, entry: EntryT) -> None:
+        """Note that an entry is over; its memory is released next."""
 
     def holds(self, key: int) -> bool:
         return key in self._entries
@@ -224,7 +177,7 @@ class EntryOwner(ABC, Generic[EntryT]):
         entry = self._entries.get(key)
         if entry is None:
             return
-        entry.released = True
+        entry.step(EntryStep.RELEASE)
         if entry.in_flight:
             self._release_in_flight(entry)
         else:
@@ -232,9 +185,9 @@ class EntryOwner(ABC, Generic[EntryT]):
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         self.cache.clear()  # a replaced stage comes with empty memory
-        for entry in list(self._entries.values()):
+        for entry in list(self._entries):
             entry.in_flight = 0
-            if entry.released:
+            if entry.state.is_released:
                 self._forget(entry)
             else:
                 self._fail(entry, error)
@@ -245,9 +198,14 @@ class EntryOwner(ABC, Generic[EntryT]):
         The owner releases it once nothing writes its memory any more, since bytes may still be
         landing.
         """
-        entry.has_failed = True
+        entry.step(EntryStep.FAIL)
         self._unschedule(entry)
         entry.emit(Failed(error))
+
+    def _forget(self, entry: EntryT) -> None:
+        self._unschedule(entry)
+        self._on_forget(entry)
+        self._entries.forget(entry)
 
 
 class RankScheduler(Protocol):

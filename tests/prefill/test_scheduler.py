@@ -11,7 +11,7 @@ from engine.core.request import Request, SampledToken, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
-from pool.request.entry import DataRanks, Failed
+from pool.request.entry import DataRanks, EntryTable, Failed
 from prefill.prompts import (
     FirstToken,
     PrefillEntry,
@@ -252,7 +252,7 @@ def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(
     scheduler.on_idle()
 
 
-class CountedEntries(dict[int, PrefillEntry]):
+class CountedEntries(EntryTable[PrefillEntry]):
     """Entries that count their reads."""
 
     num_looks = 0

@@ -1,0 +1,104 @@
+"""The prefix cache of a scheduler: the tree of names, and the ledgers of pages and slots."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from prometheus_client import CollectorRegistry
+
+from engine.memory.leases import PageAllocator, SlotAllocator
+from pool.prefix.journal import PointJournal
+from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
+from runtime.clock import Clock
+from runtime.observe.metrics import CacheMetrics
+
+
+@dataclass
+class PrefixCache:
+    """Pages and states kept for later requests with the same prefix.
+
+    The tree knows the tokens of a kept page or state, and the ledgers know its holders. Without a
+    `rule` nothing is kept.
+    """
+
+    rule: ResumeRule | None
+    pages: PageAllocator
+    slots: SlotAllocator
+    clock: Clock
+    metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
+    # Journal of the tree, shared by the data ranks.
+    journal: PointJournal = field(default_factory=PointJournal)
+    # Pages and snapshots already counted in the metrics, which the data ranks share.
+    _shown_size: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if self.rule is not None:
+            self.pages.ledger.serve(self._evict_pages)
+            self.slots.ledger.serve(self._evict_snapshots)
+
+    def find(self, blocks: Sequence[bytes], num_tokens: int) -> Found:
+        """Return the cached part of a prompt of `num_tokens` tokens with these blocks."""
+        return Found() if self.rule is None else self._tree.find(blocks, num_tokens)
+
+    def resume(self, blocks: Sequence[bytes], found: Found) -> None:
+        """Note that a request has leased what was found."""
+        if self.rule is not None:
+            self._tree.resumed(blocks, found.num_tokens)
+
+    def insert(
+        self, blocks: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
+    ) -> None:
+        """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot."""
+        if self.rule is None:
+            return
+        taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id)
+        self.pages.ledger.keep(taken.page_ids)
+        self.slots.ledger.keep(taken.slot_ids)
+        self._show_size()
+
+    def clear(self) -> int:
+        """Evict everything; return the number of pages. Leased memory stays with its holders."""
+        if self.rule is None:
+            return 0
+        given = self._tree.clear()
+        self.pages.ledger.release(given.page_ids)
+        self.slots.ledger.release(given.slot_ids)
+        self._gave_up(given, "flush")
+        return len(given.page_ids)
+
+    @cached_property
+    def _tree(self) -> PrefixTree:
+        assert self.rule is not None
+        return PrefixTree(
+            self.rule,
+            self.clock,
+            is_page_held=self.pages.ledger.is_leased,
+            is_slot_held=self.slots.ledger.is_leased,
+            journal=self.journal,
+        )
+
+    def _evict_pages(self, count: int) -> Sequence[int]:
+        """Evict pages for a lease that finds too few free."""
+        given = self._tree.evict_pages(count)
+        self.slots.ledger.release(given.slot_ids)
+        self._gave_up(given, "pressure")
+        return given.page_ids
+
+    def _evict_snapshots(self, count: int) -> Sequence[int]:
+        """Evict snapshots for a lease that finds too few slots free."""
+        given = self._tree.evict_snapshots(count)
+        self.pages.ledger.release(given.page_ids)
+        self._gave_up(given, "pressure")
+        return given.slot_ids
+
+    def _gave_up(self, given: Changed, cause: str) -> None:
+        self.metrics.evicted.labels(cause).inc(len(given.page_ids))
+        self._show_size()
+
+    def _show_size(self) -> None:
+        size = self._tree.num_pages, len(self.slots.ledger.kept_ids())
+        for gauge, now, shown in zip(
+            (self.metrics.pages, self.metrics.snapshots), size, self._shown_size, strict=True
+        ):
+            gauge.inc(now - shown)
+        self._shown_size = size
