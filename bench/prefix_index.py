@@ -21,7 +21,7 @@ from pool.prefix.journal import PointJournal
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.placement import PlacementRequest
+from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import block_names
 from runtime.observe.metrics import RouterMetrics

@@ -13,15 +13,10 @@ from engine.core.request import FinishReason, SampledToken
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotAllocator, SlotLease
 from pool.request.entry import Entry, Failed
-from runtime.clock import Clock
 from runtime.digests import names_draft
 from runtime.errors import BatonError
 
 DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
-REST_SHARE = 0.1  # largest fraction by which prefilling in a step may lengthen it
-PACE_MEMORY = 0.9
-# seconds after which a slow rate is forgotten, so that prefilling is tried again
-PACE_MEMORY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -197,38 +192,3 @@ class DecodeLimits:
         They do unless the steps verify trees or layers keep states.
         """
         return not self.speculates and not self.has_states
-
-
-@dataclass
-class RestLimit:
-    """The longest rest of a prompt that a pool prefills in a step of its streams.
-
-    It is at most `most` tokens. By recent measurements, it lengthens the step by at most the
-    fraction `REST_SHARE`. Belongs to the engine thread.
-    """
-
-    most: int
-    clock: Clock
-    _step_s: float = 0.0  # seconds of a step of streams only; 0.0: not measured
-    _token_s: float = 0.0  # seconds per prefilled token; 0.0: not measured
-    _seen_s: float = 0.0
-
-    def stepped(self, seconds: float) -> None:
-        """Record the duration of a step of streams."""
-        self._step_s = _blend(self._step_s, seconds)
-
-    def read(self, num_tokens: int, seconds: float, *, is_step: bool) -> None:
-        """Record `num_tokens` prefilled in a step of streams, or while streams waited."""
-        own_s = max(seconds - self._step_s, 0.0) if is_step else seconds
-        self._token_s, self._seen_s = _blend(self._token_s, own_s / num_tokens), self.clock.now()
-
-    def tokens(self, *, has_streams: bool) -> int:
-        """Return the current limit."""
-        is_known = self._token_s > 0 and self.clock.now() < self._seen_s + PACE_MEMORY_S
-        if not has_streams or not is_known:
-            return self.most
-        return min(self.most, int(REST_SHARE * self._step_s / self._token_s))
-
-
-def _blend(before: float, seen: float) -> float:
-    return PACE_MEMORY * before + (1 - PACE_MEMORY) * seen if before else seen

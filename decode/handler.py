@@ -2,10 +2,12 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode.entry import DecodeEntryEvent, Finished, Generated
 from decode.event_sender import DecodeEventSender
+from decode.local_prompts import PromptReader
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
@@ -47,10 +49,22 @@ _REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeParts(RequestParts):
-    """The components that a request on this pool uses."""
+    """The components that a request on this pool uses.
+
+    With `reports_layers` the stages report the computed layers of every request to their transfer
+    agents, which have to forget them at its end. `prompts_of` returns the reader that has the
+    prompt of a key, on a pool that also prefills.
+    """
 
     ranks: DataRanks[DecodeScheduler]
     arrivals: ArrivalMetrics
+    reports_layers: bool = False
+    prompts_of: Callable[[int], PromptReader | None] = lambda key: None
+
+    def forget(self, key: int) -> None:
+        """Let the stages forget the computed layers of a request."""
+        if self.reports_layers:
+            self.leader.group.close_request(key, None)
 
 
 class DecodeHandler:
@@ -113,7 +127,7 @@ class DecodeHandler:
             if offer is not None:
                 self._parts.meters.handoff.failures.labels("source_replaced").inc()
         await self._commit()
-        await _finish(self._parts, self._inbox)
+        await finish(self._parts, self._inbox)
 
     def end(self) -> None:
         """Close open resources and release the memory once nothing can write it."""
@@ -123,10 +137,13 @@ class DecodeHandler:
         self._parts.reclaimer.end(
             lambda: self._parts.ranks.of(key).release(key),
             session=session if self._is_open else None,
-            close=(lambda: self._parts.leader.group.close_receive(session.session_id))
-            if self._is_open
-            else None,
+            close=self._close,
         )
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._parts.leader.group.close_receive(self._session.session_id)
+        self._parts.forget(self._reservation.key)
 
     async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
         """Run `_open` and record its duration or failure."""
@@ -306,15 +323,19 @@ class LocalPrefillHandler:
         self._reservation = reservation
 
     async def run(self) -> None:
-        self._parts.arrivals.local_prefills.labels("short_rest").inc()
-        await _finish(self._parts, self._inbox)
+        kind = "own_prompt" if self._parts.reports_layers else "short_rest"
+        self._parts.arrivals.local_prefills.labels(kind).inc()
+        await finish(self._parts, self._inbox)
 
     def end(self) -> None:
         key = self._reservation.key
-        self._parts.reclaimer.end(lambda: self._parts.ranks.of(key).release(key))
+        self._parts.reclaimer.end(
+            lambda: self._parts.ranks.of(key).release(key),
+            close=lambda: self._parts.forget(key),
+        )
 
 
-async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
+async def finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
     """Wait until a running request finishes.
 
     Raises:

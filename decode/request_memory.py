@@ -1,5 +1,6 @@
 """The memory of a decode pool's requests: pages and a state slot, both or neither."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decode.entry import DecodeEntry, DecodeLimits
@@ -7,8 +8,13 @@ from engine.core.request import Request
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from pool.prefix.cache import PrefixCache
 from pool.prefix.tree import Found
+from pool.request.entry_state import EntryState
+from pool.stage.metrics import PoolOccupancy
 from runtime.digests import block_names, names_draft
 from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
+
+# A released request that has steps in flight is still computed.
+COMPUTED_STATES = (EntryState.RUNNING, EntryState.RELEASED)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,8 @@ class RequestMemory:
         if names_draft(entry.compatibility) is not with_draft:
             entry.compatibility = ""
             entry.blocks = ()
-        self.cache.insert(entry.blocks, entry.pages.page_ids)
+        if not self.cache.has_states:
+            self.cache.insert(entry.blocks, entry.pages.page_ids)
 
     def keep_generated(self, entry: DecodeEntry) -> None:
         """Cache the sampled tokens of an entry that writes no more, after its prompt.
@@ -152,3 +159,19 @@ class RequestMemory:
             shared=found.page_ids,
         )
         self.cache.resume(entry.blocks, found)
+
+
+def occupancy_of(
+    entries: Iterable[DecodeEntry], waiting: Iterable[DecodeEntry], now_s: float
+) -> PoolOccupancy:
+    """Return how many requests hold memory, landing or running, and the longest preemption."""
+    computed = [entry for entry in entries if entry.state in COMPUTED_STATES]
+    landing = [
+        entry for entry in entries if entry.state not in COMPUTED_STATES and entry.pages is not None
+    ]
+    preempted_s = [entry.preempted_s for entry in waiting]
+    return PoolOccupancy(
+        {"landing": len(landing), "running": len(computed)},
+        sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
+        now_s - min(preempted_s) if preempted_s else 0.0,
+    )

@@ -21,15 +21,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count, islice
 
-from decode.entry import DECODING, DecodeEmitter, DecodeEntry, DecodeLimits, Generated, RestLimit
-from decode.request_memory import RequestMemory, Reservation
-from decode.speculation import (
-    MAX_DRAFT_TOKENS,
-    DraftLength,
-    VerifiedListener,
-    VerifiedStep,
-)
+from decode.entry import DecodeEmitter, DecodeEntry, DecodeLimits, Generated
+from decode.local_prompts import ComputedPrompt, PromptReader
+from decode.request_memory import RequestMemory, Reservation, occupancy_of
+from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, VerifiedListener
 from decode.step_builder import StepBuilder
+from decode.step_meter import StepMeter
 from decode.turns import DecodeTurns
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import Verified
@@ -47,8 +44,6 @@ from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import CapacityError, DeadlineError
 
 MAX_ENDED_KEYS = 1024  # per batch
-# A released request that has steps in flight is still computed.
-SCHEDULED = (EntryState.RUNNING, EntryState.RELEASED)
 
 
 @dataclass
@@ -69,10 +64,11 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     keys: Iterator[int] = field(default_factory=lambda: count(1))
     journal: PointJournal = field(default_factory=PointJournal)  # also shared
     on_preempted: Callable[[], None] = lambda: None
+    prompts: PromptReader | None = None  # on a pool that also prefills, with the cache of both
+    shared_cache: PrefixCache | None = None
     _entries: EntryTable[DecodeEntry] = field(default_factory=EntryTable)
     # Keys whose output state the last stage still has to drop.
     _ended: dict[int, None] = field(default_factory=dict)
-    _since_s: float = 0.0  # time of the last result, or of the first launch after a pause
 
     def reserve(
         self,
@@ -118,12 +114,18 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     ) -> Reservation:
         """Generate without a handoff if the cache has nearly all of the prompt.
 
-        The arguments are those of `reserve`.
+        A pool that also prefills takes every prompt, and reserves no memory for it yet. The
+        arguments are those of `reserve`.
 
         Raises:
             CapacityError: as for `reserve`, or too many tokens of the prompt are missing.
             InvalidRequestError: the request could never fit.
         """
+        if self.prompts is not None:
+            self.check_room(request)
+            return self.prompts.read(
+                request, emit, blocks=blocks, compatibility=compatibility, deadline=deadline
+            )
         entry = DecodeEntry(
             0, request, emit, deadline=deadline, blocks=blocks, compatibility=compatibility
         )
@@ -161,6 +163,27 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         self._run(entry)
         self._finish_if_done(entry)
 
+    def adopt(self, prompt: ComputedPrompt) -> None:
+        """Run a request in the memory in which this pool has computed its prompt."""
+        entry = prompt.entry()
+        self._entries.add(entry)
+        self._run(entry)
+        self._append(entry, [] if prompt.first_token is None else [prompt.first_token])
+
+    @property
+    def is_stepping(self) -> bool:
+        """Return whether requests wait for their next token."""
+        return len(self._turns) > 0
+
+    def holds(self, key: int) -> bool:
+        return super().holds(key) or (self.prompts is not None and self.prompts.holds(key))
+
+    def release(self, key: int) -> None:
+        """Release the request's memory once no batch in flight uses it. Idempotent."""
+        super().release(key)
+        if self.prompts is not None:
+            self.prompts.release(key)
+
     def submit_local(self, request: Request, emit: DecodeEmitter) -> int:
         """Generate without a handoff and without the cache: this pool prefills the prompt.
 
@@ -178,7 +201,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     def load(self) -> SchedulerLoad:
         return SchedulerLoad(
             len(self._turns.waiting),
-            len(self._entries) - len(self._turns.waiting),
+            self._num_requests - len(self._turns.waiting),
             self.pages.num_available,
             self.slots.num_available,
             local_rest_tokens=self._longest_rest,
@@ -186,23 +209,12 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
 
     def occupancy(self) -> PoolOccupancy:
         """Return how many requests hold memory, landing or running, and the longest preemption."""
-        landing = [
-            entry
-            for entry in self._entries
-            if entry.state not in SCHEDULED and entry.pages is not None
-        ]
-        running = sum(entry.state in SCHEDULED for entry in self._entries)
-        waiting = [entry.preempted_s for entry in self._turns.waiting]
-        return PoolOccupancy(
-            {"landing": len(landing), "running": running},
-            sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
-            self.clock.now() - min(waiting) if waiting else 0.0,
-        )
+        return occupancy_of(self._entries, self._turns.waiting, self.clock.now())
 
     def next_batch(self) -> ForwardBatch | None:
         self._drop_late()
         if not any(entry.in_flight for entry in self._entries):
-            self._since_s = self.clock.now()
+            self._meter.begin()
         elif self.limits.steps_ahead:
             return self._next_ahead()
         self._turns.readmit()
@@ -216,7 +228,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         if result.error is None:  # a failed batch may not have reached the last stage
             for key in batch.ended_keys:
                 self._ended.pop(key, None)
-        self._measure(batch, result)
+        self._meter.measure(batch, result, len(self._turns), self.on_verified)
         generated = iter(result.tokens)
         verified = iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
@@ -243,34 +255,6 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
                         entry.settle(batch.mode, batch.context_lens[row], outcome.accepted)
                     self._append(entry, tokens)
 
-    def _may_draft(self, key: int) -> bool:
-        """Return whether the request's steps may verify drafts."""
-        entry = self._entries[key]
-        return entry.request.speculates and entry.scratch is not None
-
-    def _measure(self, batch: ForwardBatch, result: StepResult) -> None:
-        """Record how long the batch took, and what it verified."""
-        if self.limits.speculates and batch.mode in DECODING and result.error is None:
-            self.on_verified(
-                VerifiedStep.of(batch, result, self._may_draft, self.clock.now() - self._since_s),
-                len(self._turns),
-            )
-        self._note_pace(batch)
-        self._since_s = self.clock.now()
-
-    def _note_pace(self, batch: ForwardBatch) -> None:
-        """Record the duration of steps, and of prefill tokens while there are streams."""
-        seconds = self.clock.now() - self._since_s
-        if batch.mode in DECODING:
-            self._rests.stepped(seconds)
-        elif batch.mode is ForwardMode.PREFILL:
-            num_streams = sum(
-                sampling is not None and bool(self._entries[key].outputs)
-                for key, sampling in zip(batch.request_keys, batch.sampling, strict=True)
-            )
-            if num_streams or len(self._turns) > batch.num_rows:
-                self._rests.read(batch.num_tokens - num_streams, seconds, is_step=num_streams > 0)
-
     def on_idle(self) -> None:
         check_integrity(
             [self.pages.ledger, self.slots.ledger, self.scratch.ledger],
@@ -280,18 +264,18 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     @cached_property
     def cache(self) -> PrefixCache:
         """Return the cache of request tokens, without states: these come with each prompt."""
-        return PrefixCache(
+        return self.shared_cache or PrefixCache(
             self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal
         )
 
     @cached_property
-    def _rests(self) -> RestLimit:
-        return RestLimit(self.limits.local_rest_tokens, self.clock)
+    def _meter(self) -> StepMeter:
+        return StepMeter(self.limits, self.clock, self._entries)
 
     @property
     def _longest_rest(self) -> int:
         """Return how many missing prompt tokens this pool computes by itself at this load."""
-        return self._rests.tokens(has_streams=bool(self._turns))
+        return self._meter.rests.tokens(has_streams=bool(self._turns))
 
     @cached_property
     def _memory(self) -> RequestMemory:
@@ -319,21 +303,35 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         Raises:
             CapacityError: preempted requests wait, or too many requests hold memory.
         """
-        self._memory.check_fits(entry.request)
+        self.check_room(entry.request)
+        entry.key, entry.joined_s = next(self.keys), self.clock.now()
+        lease(entry)
+        self._entries.add(entry)
+
+    @property
+    def _num_requests(self) -> int:
+        num_prompts = 0 if self.prompts is None else self.prompts.num_prompts
+        return len(self._entries) + num_prompts
+
+    def check_room(self, request: Request) -> None:
+        """Check that the pool takes another request.
+
+        Raises:
+            CapacityError: preempted requests wait, or too many requests hold memory.
+            InvalidRequestError: the request could never fit.
+        """
+        self._memory.check_fits(request)
         if self._turns.waiting:
             raise CapacityError(
                 f"{len(self._turns.waiting)} preempted requests wait for pages first",
                 resource="pages",
             )
         limit = self.limits.max_held or self.limits.max_running
-        if len(self._entries) >= limit:
+        if self._num_requests >= limit:
             raise CapacityError(
-                f"{len(self._entries)} requests hold memory, the limit is {limit}",
+                f"{self._num_requests} requests hold memory, the limit is {limit}",
                 resource="held requests",
             )
-        entry.key, entry.joined_s = next(self.keys), self.clock.now()
-        lease(entry)
-        self._entries.add(entry)
 
     def _run(self, entry: DecodeEntry) -> None:
         entry.joined_s = self.clock.now()

@@ -19,6 +19,8 @@ import grpc
 from decode.entry import DecodeEntryEvent, Generated
 from decode.event_sender import DecodeEventSender
 from decode.handler import DecodeHandler, DecodeInbox, DecodeParts, LocalPrefillHandler, receive
+from decode.in_place import InPlaceHandler
+from decode.local_prompts import PromptReader
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import Request
@@ -29,9 +31,10 @@ from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
 from runtime.clock import Deadline
 from runtime.digests import in_common
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.errors import FieldViolation, HandoffError, InvalidRequestError
 from runtime.rpc.calls import CallTracker
 from transfer.plan import codec
+from transfer.plan.handoff_terms import SourceTerms
 
 HANDOFF_TIMEOUT_S = 60.0  # seconds in one state of the handoff, for a request without a deadline
 
@@ -93,8 +96,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             opening.event_sender, 0 if source is None else 1 + len(replayed)
         )
         emit = partial(_emit, parts.post, partial(receive, event_sender, inbox))
+        remaining_s = deadline.remaining_s()
+        timeout_s = HANDOFF_TIMEOUT_S if math.isinf(remaining_s) else remaining_s
 
-        async def take_place() -> DecodeHandler | LocalPrefillHandler:
+        async def take_place() -> DecodeHandler | LocalPrefillHandler | InPlaceHandler:
             mine = parts.leader.compatibility.digest
             alike = mine if source is None else in_common(mine, source.compatibility)
             blocks = parts.blocks_of(request, alike)
@@ -116,19 +121,41 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     )
                 return taken
 
+            prompts = None if source is None else _prompts_here(parts, source)
+            if source is not None and prompts is not None:
+                key = source.request_key
+                expect = partial(prompts.expect, key, request, emit, replayed=replayed)
+                expect = partial(expect, blocks=blocks, compatibility=kept_as, deadline=deadline)
+                await parts.leader.loop.submit(
+                    expect, undo=lambda _: parts.ranks.of(key).release(key)
+                )
+                return InPlaceHandler(parts, inbox, event_sender, prompts, request, key, timeout_s)
             reservation = await parts.leader.loop.submit(
                 lambda: parts.ranks.place(request, blocks, take),
                 undo=lambda taken: parts.ranks.of(taken.key).release(taken.key),
             )
             if source is None:
                 return LocalPrefillHandler(parts, inbox, reservation)
-            remaining_s = deadline.remaining_s()
-            timeout_s = HANDOFF_TIMEOUT_S if math.isinf(remaining_s) else remaining_s
             return DecodeHandler(
                 parts, inbox, event_sender, request, reservation, source, alike, timeout_s
             )
 
         await serve(parts, request, take_place)
+
+
+def _prompts_here(parts: DecodeParts, source: SourceTerms) -> PromptReader | None:
+    """Return the reader of the prompt if the source is this pool, else None.
+
+    Raises:
+        HandoffError: it is this pool, which does not have the prompt any more.
+    """
+    here = {stage.incarnation for stage in parts.leader.group.endpoints(0)}
+    if here.isdisjoint(stage.incarnation for stage in source.stages):
+        return None
+    prompts = parts.prompts_of(source.request_key)
+    if prompts is None:
+        raise HandoffError("the prompt is not in this pool's memory any more")
+    return prompts
 
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:

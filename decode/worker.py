@@ -1,14 +1,16 @@
 """The decode role, as `pool.process` runs it."""
 
 import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeEntryEvent, DecodeLimits, Finished
 from decode.handler import DecodeParts
+from decode.local_prompts import PromptReader
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
-from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
+from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -19,6 +21,8 @@ from pool.request.entry import DataRanks, Failed
 from pool.role import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
+from pool.stage.metrics import ReportingScheduler
+from pool.stage.plan import StagePlan
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
@@ -28,12 +32,15 @@ from runtime.observe.metrics import ArrivalMetrics, CacheMetrics, SpeculationMet
 from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
+DECODE_SERVICE = "baton.v1.Decode"
+
 
 class DecodeRole:
     """The decode role. Implements `pool.role.PoolRole`."""
 
     name = "decode"
-    service = "baton.v1.Decode"
+    roles: tuple[str, ...] = ("decode",)
+    services: tuple[str, ...] = (DECODE_SERVICE,)
     speculates = True
     keeps_states = False  # states arrive with the prompts
     reads_prompts = False  # only short rests, and only without recurrent states
@@ -47,23 +54,8 @@ class DecodeRole:
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeader":
         geometry = stage.plan.geometry
-        grid = stage.plan.description.facts.chunk_grid
-        has_states = any(spec.kind.is_state for spec in geometry.specs)
-        adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
-        limits = DecodeLimits(
-            page_size=config.page_size,
-            grid=grid,
-            depth=config.placement.pipeline_size,
-            max_running=config.max_running,
-            max_held=stage.plan.max_held,
-            max_context_tokens=stage.plan.max_context_tokens,
-            chunk_tokens=max(config.chunk_tokens, grid),
-            growth_tokens=config.page_size,
-            num_draft_tokens=stage.plan.num_draft_tokens,
-            has_states=has_states,
-            local_rest_tokens=0 if has_states else config.local_rest_tokens,
-            steps_ahead=config.overlap_steps,
-        )
+        limits = decode_limits(config, stage.plan)
+        adaptive = adaptive_draft(config, stage.plan)
         keys = itertools.count(1)
         journal = PointJournal()
         return DecodeLeader(
@@ -76,9 +68,7 @@ class DecodeRole:
                         limits=limits,
                         clock=SystemClock(),
                         cache_rule=ResumeRule(config.page_size) if config.decode_cache else None,
-                        draft_length=adaptive.length
-                        if adaptive is not None
-                        else lambda num_running: MAX_DRAFT_TOKENS,
+                        draft_length=length_of(adaptive),
                         data_rank=data_rank,
                         keys=keys,
                         journal=journal,
@@ -89,6 +79,36 @@ class DecodeRole:
             journal,
             adaptive,
         )
+
+
+def decode_limits(config: WorkerConfig, plan: StagePlan) -> DecodeLimits:
+    """Return the limits of a scheduler of running requests."""
+    grid = plan.description.facts.chunk_grid
+    has_states = any(spec.kind.is_state for spec in plan.geometry.specs)
+    return DecodeLimits(
+        page_size=config.page_size,
+        grid=grid,
+        depth=config.placement.pipeline_size,
+        max_running=config.max_running,
+        max_held=decode_requests(config.max_running, num_landing=config.max_landing),
+        max_context_tokens=plan.max_context_tokens,
+        chunk_tokens=max(config.chunk_tokens, grid),
+        growth_tokens=config.page_size,
+        num_draft_tokens=plan.num_draft_tokens,
+        has_states=has_states,
+        local_rest_tokens=0 if has_states else config.local_rest_tokens,
+        steps_ahead=config.overlap_steps,
+    )
+
+
+def adaptive_draft(config: WorkerConfig, plan: StagePlan) -> AdaptiveDraft | None:
+    """Return the choice of draft lengths by throughput, or None if they are fixed."""
+    return AdaptiveDraft(plan.num_draft_tokens) if config.spec_adaptive else None
+
+
+def length_of(adaptive: AdaptiveDraft | None) -> DraftLength:
+    """Return the choice of draft lengths as a scheduler calls it."""
+    return adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS
 
 
 class DecodeLeader:
@@ -108,12 +128,29 @@ class DecodeLeader:
         self.journal = journal
         self._adaptive = adaptive
 
+    @property
+    def views(self) -> Mapping[str, ReportingScheduler]:
+        """Return nothing: the load of the only role is that of the pool."""
+        return {}
+
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
-        if parts.stage.plan.speculation is not None:
-            self._observe_speculation(parts)
         metrics = CacheMetrics.create(parts.registry)
         for scheduler in self.ranks.schedulers:
             scheduler.cache.metrics = metrics
+        self.serve_requests(server, parts)
+
+    def serve_requests(
+        self,
+        server: GrpcServer,
+        parts: LeaderParts,
+        prompts_of: Callable[[int], PromptReader | None] | None = None,
+    ) -> None:
+        """Add the Decode service over these schedulers.
+
+        On a pool that also prefills, `prompts_of` returns the reader that has the prompt of a key.
+        """
+        if parts.stage.plan.speculation is not None:
+            self._observe_speculation(parts)
         service = DecodeService(
             DecodeParts(
                 leader=parts.leader,
@@ -125,6 +162,8 @@ class DecodeLeader:
                 caches=parts.config.decode_cache,
                 ranks=self.ranks,
                 arrivals=ArrivalMetrics.create(parts.registry),
+                reports_layers=prompts_of is not None,
+                prompts_of=prompts_of or (lambda key: None),
             ),
             server.calls,
         )
@@ -155,7 +194,7 @@ class DecodeLeader:
             await run_inside(
                 loop,
                 partial(scheduler.submit_local, request),
-                _outcome,
+                is_finished,
                 end=lambda key: loop.post(lambda: self.ranks.of(key).release(key)),
             )
 
@@ -170,5 +209,6 @@ def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
     metrics.step_s.labels("yes" if step.num_drafted else "no").observe(step.seconds)
 
 
-def _outcome(event: DecodeEntryEvent) -> bool | BatonError:
+def is_finished(event: DecodeEntryEvent) -> bool | BatonError:
+    """Return whether an event is a request's last one, or its error."""
     return event.error if isinstance(event, Failed) else isinstance(event, Finished)

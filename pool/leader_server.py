@@ -46,10 +46,10 @@ class LeaderServer:
             process.registry, stage.plan.geometry, stage.counts, num_data_ranks=config.dp_attention
         )
         self._role = process.role.lead(config, stage)
-        services = (process.role.service, WORKER_SERVICE, PIPELINE_SERVICE)
+        services = (*process.role.services, WORKER_SERVICE, PIPELINE_SERVICE)
         self._server = make_server(process, services)
         self._show_health = HealthSetter(self._server, services)
-        self._board = LoadBoard(self._role.ranks, SystemClock())
+        self._board = LoadBoard(self._role.ranks, SystemClock(), self._role.views)
         self._post = EventPost(self._events)
         self._leader = Leader(
             config,
@@ -106,11 +106,11 @@ class LeaderServer:
         process, leader = self._process, self._leader
         plan = process.stage.plan
         info = worker_info(
-            process.config, plan, role=process.role.name, incarnation=process.incarnation
+            process.config, plan, roles=process.role.roles, incarnation=process.incarnation
         )
         return WorkerService(
             lambda: formed_info(info, leader, plan),
-            lambda: self._load(self._start_s),
+            lambda role: self._load(role, self._start_s),
             self._role.journal,
             lambda: leader.loop.submit(self._role.ranks.flush),
         )
@@ -151,8 +151,8 @@ class LeaderServer:
         self._meters.pool.imbalances.inc()
         self._leader.unhealthy(reason)
 
-    def _load(self, start_s: float = 0.0) -> pb.WorkerLoad:
-        return worker_load(self._leader, self._board.load, self._meters, start_s)
+    def _load(self, role: str = "", start_s: float = 0.0) -> pb.WorkerLoad:
+        return worker_load(self._leader, self._board.load_of(role), self._meters, start_s)
 
     async def _refresh(self) -> None:
         """Keep the gauges current."""

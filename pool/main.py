@@ -23,7 +23,9 @@ ENVIRONMENT_HELP = (
 Start = Callable[[dict[str, object], Path | None], int]
 
 
-def worker_command(role_name: str, start: Start) -> typer.Typer:
+def worker_command(
+    role_name: str, start: Start, settings: type[WorkerConfig] = WorkerConfig
+) -> typer.Typer:
     """Return the command of a role.
 
     `start(flags, file)` runs the role and returns the exit code. It may import torch; this module
@@ -32,7 +34,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
     @app.command(help=f"Run one process of a {role_name} pool. {ENVIRONMENT_HELP}")
-    @flags_of(WorkerConfig, section=role_name)
+    @flags_of(settings, section=role_name)
     def run(given: Flags, file: Path | None, checks_only: bool) -> None:  # noqa: FBT001
         try:
             flags = {**given, **_from_environment(given)}
@@ -40,7 +42,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
             report_end(f"{role_name}: {error}")
             sys.exit(EXIT_CONFIG)
         if checks_only:
-            sys.exit(_checked(role_name, flags, file))
+            sys.exit(_checked(role_name, settings, flags, file))
         # Torch's allocator reads it at import: huge pages let weights stream about a fifth faster.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         sys.exit(_started(role_name, lambda: start(flags, file)))
@@ -70,13 +72,15 @@ def _started(role_name: str, start: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
-def _checked(role_name: str, flags: dict[str, object], file: Path | None) -> int:
+def _checked(
+    role_name: str, settings: type[WorkerConfig], flags: dict[str, object], file: Path | None
+) -> int:
     """Run `--check-settings`: return the exit code, and print settings errors to stderr.
 
     Does not import torch.
     """
     try:
-        load(WorkerConfig, section=role_name, flags=flags, file=file).check()
+        load(settings, section=role_name, flags=flags, file=file).check()
     except ConfigError as error:
         print(f"{role_name}: {error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -1,6 +1,6 @@
 """The interface between the process of a pool and its role, prefill or decode."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,11 @@ class RoleLeader(Protocol):
     def ranks(self) -> PoolRanks: ...
 
     @property
+    def views(self) -> Mapping[str, ReportingScheduler]:
+        """Return the schedulers whose load the routers see by role, if there are several roles."""
+        ...
+
+    @property
     def journal(self) -> PointJournal:
         """Return the journal of its prefix caches, empty if it has none."""
         ...
@@ -67,10 +72,11 @@ class RoleLeader(Protocol):
 
 
 class PoolRole(Protocol):
-    """The differences between prefill and decode."""
+    """The differences between pools that prefill, that decode, and that do both."""
 
     name: str
-    service: str  # full gRPC name, also its health name
+    roles: tuple[str, ...]  # prefill, decode
+    services: tuple[str, ...]  # full gRPC names, also their health names
     speculates: bool  # whether it verifies drafts, or only lets a draft model prefill prompts
     keeps_states: bool  # whether its prefix cache keeps recurrent states as well
     reads_prompts: bool  # whether its forwards have several tokens of a request

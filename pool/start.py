@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.loop import ENGINE_THREAD
@@ -19,18 +20,29 @@ from runtime.process.supervision import StopSignal, run_process
 logger = logging.getLogger(__name__)
 
 
-def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
-    """Run until stopped; return the exit code."""
+def start(
+    role_of: Callable[[WorkerConfig], PoolRole],
+    flags: dict[str, object],
+    file: Path | None,
+    *,
+    name: str,
+    settings: type[WorkerConfig] = WorkerConfig,
+) -> int:
+    """Run until stopped; return the exit code.
+
+    `name` is the program's, and that of its table in the file.
+    """
 
     async def run(stop: StopSignal) -> None:
         # Before the settings are read, so that their errors are JSON lines as well.
         if flags.get("log_style") == LogStyle.JSON:
-            configure(level="info", style=LogStyle.JSON, role=role.name)
-        config = load(WorkerConfig, section=role.name, flags=flags, file=file)
+            configure(level="info", style=LogStyle.JSON, role=name)
+        config = load(settings, section=name, flags=flags, file=file)
+        role = role_of(config)
         configure(
             level=config.log_level,
             style=LogStyle(config.log_style),
-            role=f"{role.name}{config.rank}",
+            role=f"{name}{config.rank}",
         )
         config.check()
         check_ranks(config)
@@ -38,7 +50,7 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
         logger.debug("settings", extra=describe(config))
         await run_worker(config, role, stop, age_s=process_age_s())
 
-    code = run_process(role.name, run)
+    code = run_process(name, run)
     if any(thread.name in (ENGINE_THREAD, STEPS_THREAD) for thread in threading.enumerate()):
         # The engine thread hangs, perhaps in native code. The interpreter's orderly shutdown would
         # free objects that it uses.

@@ -8,7 +8,7 @@ last.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -34,7 +34,7 @@ _IDLE_INTERVALS = 2
 
 
 def worker_info(
-    config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str
+    config: WorkerConfig, plan: StagePlan, *, roles: Sequence[str], incarnation: str
 ) -> pb.WorkerInfo:
     """Return the facts known before the pool has formed.
 
@@ -43,7 +43,8 @@ def worker_info(
     facts = plan.description.facts
     num_ranks = config.dp_attention
     return pb.WorkerInfo(
-        role=role,
+        role=roles[0],
+        roles=roles,
         incarnation=incarnation,
         model=config.model_name or config.model.resolve().name,
         architecture=facts.architecture,
@@ -112,16 +113,17 @@ def worker_load(
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """The gRPC servicer of the Worker service.
 
-    It streams `load()` until the caller or the process ends: sooner than requested when `changed`
-    is called, and less often while nothing runs and nothing changes. `info()` is sent before the
-    first load, and again when the pool has formed. Changes in the journal of the prefix cache are
-    sent before each load. `flush` empties that cache and returns the number of its pages.
+    It streams `load(role)`, the load of the role that the caller names, until the caller or the
+    process ends: sooner than requested when `changed` is called, and less often while nothing runs
+    and nothing changes. `info()` is sent before the first load, and again when the pool has formed.
+    Changes in the journal of the prefix cache are sent before each load. `flush` empties that cache
+    and returns the number of its pages.
     """
 
     def __init__(
         self,
         info: Callable[[], pb.WorkerInfo],
-        load: Callable[[], pb.WorkerLoad],
+        load: Callable[[str], pb.WorkerLoad],
         journal: PointJournal,
         flush: Callable[[], Awaitable[int]],
     ) -> None:
@@ -160,7 +162,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     num_unsent = _IDLE_INTERVALS
                 for report in cache.take():
                     yield pb.WatchResponse(cache=report)
-                load = self._load()
+                load = self._load(request.role)
                 load.cache_reports = cache.num_reports
                 if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
                     sent = load

@@ -9,14 +9,17 @@ Belongs to the engine thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.draft_trees import NO_TREE, TokenTree
 from engine.core.request import SampledToken
 from engine.core.state_rows import StateRow, StateSnapshot
 from engine.memory.layout import NULL_INDEX
-from engine.memory.leases import SlotLease
+from engine.memory.leases import PageLease, SlotLease
 from engine.sampling.sampler import Scores
 from pool.prefix.cache import PrefixCache
 from pool.prefix.tree import Found
 from pool.request.entry import Entry, Failed
+from pool.request.entry_state import EntryState
+from runtime.errors import HandoffError
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,19 @@ PrefillEntryEvent = Started | Scored | FirstToken | Failed
 PrefillEmitter = Callable[[PrefillEntryEvent], object]
 
 
+@dataclass(frozen=True)
+class PromptMemory:
+    """The memory of a computed prompt, of which the first `num_cached` tokens were cached.
+
+    `draft` is the first tree of a draft model.
+    """
+
+    pages: PageLease
+    slot: SlotLease
+    num_cached: int
+    draft: TokenTree
+
+
 @dataclass
 class PrefillEntry(Entry[PrefillEntryEvent]):
     """One prompt on a prefill pool.
@@ -78,6 +94,21 @@ class PrefillEntry(Entry[PrefillEntryEvent]):
     snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
     arrived_s: float = 0.0
     started_s: float = 0.0
+    draft: TokenTree = NO_TREE  # proposed after the first token
+    has_first_token: bool = False
+
+    def take_memory(self) -> PromptMemory:
+        """Return its pages and its slot, which it holds no more.
+
+        Raises:
+            HandoffError: the prompt is not computed, or failed, or was released.
+        """
+        is_computed = self.state is EntryState.COMPUTED and self.has_first_token
+        if self.pages is None or self.slot is None or not is_computed:
+            raise HandoffError("the prompt is not in this pool's memory any more")
+        memory = PromptMemory(self.pages, self.slot, self.num_cached, self.draft)
+        self.pages = self.slot = None
+        return memory
 
     def free(self) -> None:
         """Release all of its memory."""
@@ -108,7 +139,11 @@ class PrefillLimits:
     """Limits of a prefill scheduler.
 
     `chunk_tokens` bounds the tokens of one batch. Chunks end on multiples of `grid`, which the
-    model sets. With `drafts`, a draft model on the last stage prefills the prompts as well.
+    model sets.
+
+    With `drafts`, a draft model on the last stage prefills the prompts as well. It may propose up
+    to `num_draft_tokens` after the first token. Unless `caches_drafts`, cached pages lack its
+    state.
     """
 
     page_size: int
@@ -117,6 +152,8 @@ class PrefillLimits:
     max_running: int
     max_queued: int
     drafts: bool = False
+    num_draft_tokens: int = 1
+    caches_drafts: bool = True
 
 
 @dataclass

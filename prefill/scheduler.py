@@ -16,15 +16,15 @@ the engine thread.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import SpecRow
+from engine.core.draft_trees import NO_TREE, TokenTree, Verified
 from engine.core.request import Request, SampledToken
-from engine.core.rows import BuildBatch, Row, build_batch, chunk_end, sampling_row, scoring_row
+from engine.core.rows import BuildBatch, Row, build_batch, chunk_end
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.results import StepResult
@@ -33,12 +33,14 @@ from pool.prefix.tree import ResumeRule
 from pool.request.entry import EntryOwner, EntryTable
 from pool.request.entry_state import EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
+from prefill.chunks import chunk_of, chunk_row
 from prefill.prompts import (
     FirstToken,
     PrefillEmitter,
     PrefillEntry,
     PrefillLimits,
     PromptCache,
+    PromptMemory,
     Scored,
     Started,
 )
@@ -46,10 +48,9 @@ from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
 from runtime.pace import PrefillRateEstimate
 
-# Scoring needs a row of logits per token: 80 MB for this number at a vocabulary of 150,000.
-SCORED_TOKENS = 128
 SHORT_SHARE = 4  # one token in four goes to prompts that are short next to a long one ...
 SHORT_RATIO = 4  # ... which has at least four times as many tokens left
+NOT_VERIFIED = Verified()
 
 
 @dataclass
@@ -67,6 +68,10 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     # Request keys, shared by the data ranks of a pool.
     keys: Iterator[int] = field(default_factory=lambda: count(1))
     journal: PointJournal = field(default_factory=PointJournal)  # also shared
+    # Returns the most tokens of the next chunk, given `limits.chunk_tokens`.
+    budget_tokens: Callable[[int], int] = lambda most: most
+    # Whether another prompt may take memory now.
+    may_start: Callable[[], bool] = lambda: True
     _entries: EntryTable[PrefillEntry] = field(default_factory=EntryTable)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
@@ -142,11 +147,12 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         self._saved = min(
             self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens
         )
-        budget = self.limits.chunk_tokens - self._add_short(rows)
+        budget = self.budget_tokens(self.limits.chunk_tokens)
+        budget -= self._add_short(rows, budget)
         taken = {row.key for row in rows}
         waiting = [entry for entry in self._running if entry.key not in taken]
         running = deque(sorted(waiting, key=lambda each: each.turn))
-        may_start = True
+        may_start = self.may_start()
         while budget > 0:
             started = None
             if may_start and (not running or self._is_queued_before(running[0])):
@@ -160,6 +166,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
         tokens = iter(result.tokens)
         scores = iter(result.scores)
+        verified = iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
@@ -170,7 +177,9 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
-            token = next(tokens) if sampling is not None and result.error is None else None
+            token, draft = None, NO_TREE
+            if sampling is not None and result.error is None:
+                token, draft = next(tokens), next(verified, NOT_VERIFIED).draft
             if entry.state.is_released:
                 self.release(key)
                 continue
@@ -181,12 +190,13 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             if scored:
                 entry.emit(Scored(batch.context_lens[row] + 1, scored))
             if token is not None:
-                self._on_first_token(entry, token)
+                self._on_first_token(entry, token, draft)
 
-    def _on_first_token(self, entry: PrefillEntry, token: SampledToken) -> None:
+    def _on_first_token(self, entry: PrefillEntry, token: SampledToken, draft: TokenTree) -> None:
         if token.error is not None:
             self._fail(entry, token.error)
             return
+        entry.draft, entry.has_first_token = draft, True
         prefill_s = self.clock.now() - entry.started_s
         num_computed = len(entry.request.prompt_token_ids) - entry.num_cached
         self._best_pace.observe(num_computed, prefill_s)
@@ -205,7 +215,19 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             live_owners=self._entries.owners,
         )
 
-    def _add_short(self, rows: list[Row]) -> int:
+    def hand_over(self, key: int) -> PromptMemory:
+        """End a computed prompt; return its memory, which the caller releases.
+
+        Raises:
+            HandoffError: the prompt failed, or its owner has given it up.
+        """
+        entry = self._entries[key]
+        memory = entry.take_memory()
+        self._num_held -= 1
+        self.release(key)
+        return memory
+
+    def _add_short(self, rows: list[Row], budget: int) -> int:
         """Append chunks of short prompts, within their share; return the number of tokens.
 
         Appends nothing if the prompt that is next leaves room for others, or is itself short.
@@ -224,9 +246,9 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             if entry.request.priority == lead.request.priority
             and entry.remaining * SHORT_RATIO <= lead.remaining
         ]
-        share = self._saved // self.limits.grid * self.limits.grid
+        share = min(self._saved, budget) // self.limits.grid * self.limits.grid
         taken = 0
-        may_start = share > 0
+        may_start = share > 0 and self.may_start()
         for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
             if entry.pages is None:
                 if not may_start or self.cache.is_coming(entry):
@@ -346,37 +368,16 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
 
     def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
         """Append the entry's next chunk if `budget` allows one; return the number of its tokens."""
-        prompt = entry.request.prompt_token_ids
-        if entry.request.num_prompt_logprobs is not None:
-            budget = min(budget, max(SCORED_TOKENS // self.limits.grid, 1) * self.limits.grid)
-        end = chunk_end(entry.computed, len(prompt), budget, self.limits.grid)
-        if end == entry.computed or entry.pages is None or entry.slot is None:
+        end = chunk_of(entry, self.limits, budget)
+        if end == entry.computed or entry.pages is None:
             return 0
-        sampling = sampling_row(entry.request, (), key=entry.key) if end == len(prompt) else None
-        spec = None
-        if self.limits.drafts:
-            spec = SpecRow(
-                next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1
-            )
         # One slot stays reserved for each request that may still start.
         num_spare = self.slots.num_available - (self.limits.max_running - self._num_held)
-        rows.append(
-            Row(
-                entry.key,
-                prompt[entry.computed : end],
-                entry.computed,
-                entry.pages.table,
-                entry.slot.slot_id,
-                sampling,
-                spec,
-                scoring_row(entry.request, entry.computed, end),
-                self.cache.states_of(entry, end, num_spare=num_spare),
-            )
-        )
+        rows.append(chunk_row(entry, end, self.limits, self.cache, num_spare=num_spare))
         taken = end - entry.computed
         entry.advance(end)
         entry.in_flight += 1
-        if end == len(prompt):
+        if entry.remaining == 0:
             entry.step(EntryStep.COMPUTE)
             self._running.remove(entry)
         return taken

@@ -63,6 +63,7 @@ class PrefillParts(RequestParts):
 
     ranks: DataRanks[PrefillScheduler]
     chunk_tokens: int
+    may_decode: bool = False  # whether the pool also decodes
 
 
 class PrefillHandler:
@@ -92,6 +93,7 @@ class PrefillHandler:
         self._opened_s = 0.0
         self._has_reported_sent = False
         self._destination: DestinationTerms | None = None
+        self._is_in_place = False  # this pool decodes the request, too
         self._has_shaken_hands = False
         self._waiting = begin("baton.prefill.queue", request_id=request.request_id)
         self._computing: Span | None = None
@@ -106,6 +108,7 @@ class PrefillHandler:
                     self._event_sender.scored(scores_to_proto(first_position, tokens))
                 case FirstToken() as event:
                     self._event_sender.first_token(self._first_token(event))
+                    self._leave_in_place()
                 case Failed(error):
                     raise error.again()
                 case SessionChanged():
@@ -190,6 +193,11 @@ class PrefillHandler:
         )
         return pb.PrefillSent(num_bytes=session.num_bytes)
 
+    def _leave_in_place(self) -> None:
+        """Report the prompt as sent once it is computed, if it stays in this pool."""
+        if self._is_in_place and self._has_first_token:
+            self._event_sender.sent(pb.PrefillSent())
+
     def _end_sending(self, session: SendSession) -> None:
         """End the sending span once every byte has left.
 
@@ -253,6 +261,7 @@ class PrefillHandler:
             slot_id=started.slot_id,
             stages=parts.leader.group.endpoints(started.data_rank),
             sends_rest=True,
+            request_key=self._key if parts.may_decode else 0,
         )
         return pb.PrefillStarted(
             terms=codec.source_to_proto(self._source),
@@ -273,7 +282,7 @@ class PrefillHandler:
         Raises:
             UnavailableError: a stage was lost after the prompt had started.
         """
-        if self._source is None or self._session is not None:
+        if self._source is None or self._session is not None or self._is_in_place:
             raise InvalidRequestError(
                 FieldViolation("input", "expected one destination, after started")
             )
@@ -283,6 +292,10 @@ class PrefillHandler:
             raise UnavailableError(
                 "a stage of the prefill pool was lost after this prompt had started"
             )
+        if message.in_place:
+            self._is_in_place = True
+            self._leave_in_place()
+            return
         destination = codec.destination_from_proto(message)
         try:
             check_plan(self._source, destination, self._parts.plan.geometry.specs)

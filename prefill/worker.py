@@ -1,5 +1,6 @@
 """The prefill role, as `pool.process` runs it."""
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
@@ -12,6 +13,8 @@ from pool.request.entry import DataRanks, Failed
 from pool.role import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
+from pool.stage.metrics import ReportingScheduler
+from pool.stage.plan import StagePlan
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits
@@ -24,12 +27,15 @@ from runtime.observe.metrics import CacheMetrics
 from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
+PREFILL_SERVICE = "baton.v1.Prefill"
+
 
 class PrefillRole:
     """The prefill role. Implements `pool.role.PoolRole`."""
 
     name = "prefill"
-    service = "baton.v1.Prefill"
+    roles: tuple[str, ...] = ("prefill",)
+    services: tuple[str, ...] = (PREFILL_SERVICE,)
     speculates = False
     keeps_states = True
     reads_prompts = True
@@ -47,21 +53,7 @@ class PrefillRole:
             ConfigError: `chunk_tokens` is no multiple of the model's grid.
         """
         geometry = stage.plan.geometry
-        grid = stage.plan.description.facts.chunk_grid
-        if config.chunk_tokens % grid:
-            raise ConfigError(
-                f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
-                field="chunk_tokens",
-            )
-        has_states = any(spec.kind.is_state for spec in geometry.specs)
-        limits = PrefillLimits(
-            page_size=config.page_size,
-            chunk_tokens=config.chunk_tokens,
-            grid=grid,
-            max_running=config.max_running,
-            max_queued=config.max_queued,
-            drafts=stage.plan.speculation is not None,
-        )
+        limits = prefill_limits(config, stage.plan)
         keys = count(1)
         journal = PointJournal()
         return PrefillLeader(
@@ -71,9 +63,7 @@ class PrefillRole:
                         pages=PageAllocator(geometry.num_pages),
                         slots=SlotAllocator(geometry.num_slots),
                         clock=SystemClock(),
-                        cache_rule=ResumeRule(config.page_size, grid, has_states)
-                        if config.prefix_cache
-                        else None,
+                        cache_rule=prompt_rule(config, stage.plan),
                         limits=limits,
                         data_rank=data_rank,
                         keys=keys,
@@ -86,6 +76,36 @@ class PrefillRole:
         )
 
 
+def prefill_limits(config: WorkerConfig, plan: StagePlan) -> PrefillLimits:
+    """Return the limits of a scheduler of prompts.
+
+    Raises:
+        ConfigError: `chunk_tokens` is no multiple of the model's grid.
+    """
+    grid = plan.description.facts.chunk_grid
+    if config.chunk_tokens % grid:
+        raise ConfigError(
+            f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
+            field="chunk_tokens",
+        )
+    return PrefillLimits(
+        page_size=config.page_size,
+        chunk_tokens=config.chunk_tokens,
+        grid=grid,
+        max_running=config.max_running,
+        max_queued=config.max_queued,
+        drafts=plan.speculation is not None,
+    )
+
+
+def prompt_rule(config: WorkerConfig, plan: StagePlan) -> ResumeRule | None:
+    """Return where prompts resume from the prefix cache, or None without one."""
+    if not config.prefix_cache:
+        return None
+    has_states = any(spec.kind.is_state for spec in plan.geometry.specs)
+    return ResumeRule(config.page_size, plan.description.facts.chunk_grid, has_states)
+
+
 class PrefillLeader:
     """The leader of a prefill pool. Implements `pool.role.RoleLeader`."""
 
@@ -93,10 +113,21 @@ class PrefillLeader:
         self.ranks = ranks
         self.journal = journal
 
+    @property
+    def views(self) -> Mapping[str, ReportingScheduler]:
+        """Return nothing: the load of the only role is that of the pool."""
+        return {}
+
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         metrics = CacheMetrics.create(parts.registry)
         for scheduler in self.ranks.schedulers:
             scheduler.cache.metrics = metrics
+        self.serve_prompts(server, parts)
+
+    def serve_prompts(
+        self, server: GrpcServer, parts: LeaderParts, *, may_decode: bool = False
+    ) -> None:
+        """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,
@@ -108,6 +139,7 @@ class PrefillLeader:
                 caches=parts.config.prefix_cache,
                 ranks=self.ranks,
                 chunk_tokens=parts.config.chunk_tokens,
+                may_decode=may_decode,
             ),
             server.calls,
         )

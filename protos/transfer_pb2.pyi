@@ -23,7 +23,7 @@ class StageEndpoint(_message.Message):
     def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., address: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., tensor_rank: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
 
 class SourceTerms(_message.Message):
-    __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages", "sends_rest")
+    __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages", "sends_rest", "request_key")
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_TEXT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class SourceTerms(_message.Message):
     SLOT_ID_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     SENDS_REST_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     compatibility: str
     compatibility_text: str
     page_size: int
@@ -42,10 +43,11 @@ class SourceTerms(_message.Message):
     slot_id: int
     stages: _containers.RepeatedCompositeFieldContainer[StageEndpoint]
     sends_rest: bool
-    def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., sends_rest: _Optional[bool] = ...) -> None: ...
+    request_key: int
+    def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., sends_rest: _Optional[bool] = ..., request_key: _Optional[int] = ...) -> None: ...
 
 class DestinationTerms(_message.Message):
-    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft", "key", "held_tokens")
+    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft", "key", "held_tokens", "in_place")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TAG_BASE_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +58,7 @@ class DestinationTerms(_message.Message):
     WITH_DRAFT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     tag_base: int
@@ -66,4 +69,5 @@ class DestinationTerms(_message.Message):
     with_draft: bool
     key: bytes
     held_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ..., key: _Optional[bytes] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    in_place: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ..., key: _Optional[bytes] = ..., held_tokens: _Optional[int] = ..., in_place: _Optional[bool] = ...) -> None: ...

@@ -21,6 +21,7 @@ from router.config import RouterConfig
 from runtime.config import Config
 from sim.command import app as simulate_app
 from sim.plan import app as plan_app
+from worker.config import RolesConfig
 
 _HEAD = """# Configuration
 
@@ -45,8 +46,12 @@ _WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of
 are absent, the variables of launchers are used (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
 """
-_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. With
-`--check-settings` they only check the settings and exit. Every command has `--help`.
+_BOTH_ROLES = """`baton worker` runs a process of a pool that prefills, decodes, or does both with one copy of the
+weights. `[worker]` has the settings of `[prefill]` and `[decode]`, except `local_rest_tokens`, and these:
+
+"""
+_COMMANDS = """`baton router`, `baton prefill`, `baton decode`, `baton worker` and `baton gateway` take the flags
+above. With `--check-settings` they only check the settings and exit. Every command has `--help`.
 
 """
 # Commands implemented by programs of other packages, except those of the roles.
@@ -57,6 +62,7 @@ def configuration_page() -> str:
     router = typer.main.get_command(router_app)
     gateway = typer.main.get_command(gateway_app)
     worker = typer.main.get_command(worker_command("decode", lambda flags, file: 0))
+    both = typer.main.get_command(worker_command("worker", lambda flags, file: 0, RolesConfig))
     parts = [
         _HEAD,
         "## Router, `[router]`\n\n",
@@ -64,6 +70,9 @@ def configuration_page() -> str:
         "\n## Prefill and decode workers, `[prefill]` and `[decode]`\n\n",
         _WORKERS,
         *_settings(WorkerConfig, _flags(worker)),
+        "\n## Workers of both roles, `[worker]`\n\n",
+        _BOTH_ROLES,
+        *_settings(RolesConfig, _flags(both), without=WorkerConfig),
         "\n## Gateway, `[gateway]`\n\n",
         *_settings(GatewayConfig, _flags(gateway)),
         "\n## Commands of `baton`\n\n",
@@ -82,9 +91,14 @@ def _flags(command: object) -> Mapping[str, TyperOption]:
     }
 
 
-def _settings(model: type[Config], flags: Mapping[str, TyperOption]) -> Iterator[str]:
+def _settings(
+    model: type[Config], flags: Mapping[str, TyperOption], without: type[Config] = Config
+) -> Iterator[str]:
+    """Yield the table of a model's settings, except those that `without` has, too."""
     yield "| Setting | Flag | Default | Values | Meaning |\n|---|---|---|---|---|\n"
     for name, field in model.model_fields.items():
+        if name in without.model_fields:
+            continue
         flag = flags.get(name)
         text = field.description or (flag.help if flag is not None else "") or ""
         spelled = (

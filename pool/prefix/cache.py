@@ -36,6 +36,11 @@ class PrefixCache:
             self.pages.ledger.serve(self._evict_pages)
             self.slots.ledger.serve(self._evict_snapshots)
 
+    @property
+    def has_states(self) -> bool:
+        """Return whether pages are kept only with the recurrent state after them."""
+        return self.rule is not None and self.rule.has_states
+
     def find(self, blocks: Sequence[bytes], num_tokens: int) -> Found:
         """Return the cached part of a prompt of `num_tokens` tokens with these blocks."""
         return Found() if self.rule is None else self._tree.find(blocks, num_tokens)

@@ -169,8 +169,18 @@ class EntryOwner(ABC, Generic[EntryT]):
     def _on_forget(self, entry: EntryT) -> None:
         """Note that an entry is over; its memory is released next."""
 
+    @property
+    def owners(self) -> set[str]:
+        """Return the names of its requests in the ledgers of pages and slots."""
+        return self._entries.owners
+
     def holds(self, key: int) -> bool:
         return key in self._entries
+
+    def request_of(self, key: int) -> Request | None:
+        """Return the request of this key, or None if it is over."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.request
 
     def release(self, key: int) -> None:
         """Release the request's memory once no batch in flight uses it. Idempotent."""

@@ -70,6 +70,7 @@ class ReportingScheduler(Protocol):
 @dataclass(frozen=True)
 class _SchedulerSnapshot:
     load: SchedulerLoad
+    views: Mapping[str, SchedulerLoad]
     occupancy: PoolOccupancy
     taken_s: float
 
@@ -80,9 +81,18 @@ class LoadBoard:
     The engine thread publishes it between two steps, so readers never wait for a step.
     """
 
-    def __init__(self, scheduler: ReportingScheduler, clock: Clock) -> None:
-        """Publish the first state; call before the engine thread starts."""
+    def __init__(
+        self,
+        scheduler: ReportingScheduler,
+        clock: Clock,
+        views: Mapping[str, ReportingScheduler] | None = None,
+    ) -> None:
+        """Publish the first state; call before the engine thread starts.
+
+        `views` are the parts of the scheduler that do the work of a role.
+        """
         self._scheduler = scheduler
+        self._views = views or {}
         self._clock = clock
         self._latest = self._take()
 
@@ -95,6 +105,11 @@ class LoadBoard:
         """Return the latest load. Any thread."""
         return self._latest.load
 
+    def load_of(self, role: str) -> SchedulerLoad:
+        """Return the latest load of a role, or of the whole pool. Any thread."""
+        latest = self._latest
+        return latest.views.get(role, latest.load)
+
     @property
     def occupancy(self) -> PoolOccupancy:
         """Return the latest occupancy, with its age extended to now. Any thread."""
@@ -106,7 +121,10 @@ class LoadBoard:
 
     def _take(self) -> _SchedulerSnapshot:
         return _SchedulerSnapshot(
-            self._scheduler.load(), self._scheduler.occupancy(), self._clock.now()
+            self._scheduler.load(),
+            {role: view.load() for role, view in self._views.items()},
+            self._scheduler.occupancy(),
+            self._clock.now(),
         )
 
 

@@ -28,7 +28,7 @@ from router.request.waiting_line import (
 )
 from router.workers.candidate import SHORT_RATIO
 from router.workers.directory import Directory
-from router.workers.placement import WorkerPair
+from router.workers.placement_request import WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError

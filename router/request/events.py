@@ -37,7 +37,8 @@ class Arrived:
 class PairPlaced:
     """A pair is booked, by admission or for a migration.
 
-    `may_compute_rest`: the pool prefills short rests, and would prefill that of this prompt.
+    `may_compute_rest`: the pool may prefill the rest of this prompt, because it is short or because
+    both workers are one.
     """
 
     number: int

@@ -28,7 +28,7 @@ from router.request.transitions import IllegalEventError, RequestState
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import DueTimer
 from router.workers.directory import Directory
-from router.workers.placement import WorkerPair
+from router.workers.placement_request import WorkerPair
 from router.workers.worker import Booking
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, UnavailableError
@@ -252,9 +252,10 @@ class RequestFlow:
 
     def _pair_placed(self, number: int, pair: WorkerPair) -> ev.PairPlaced:
         num_missing = self._request.prompt.num_tokens - pair.decode.num_cached
-        return ev.PairPlaced(
-            number, pair.prefill, pair.decode, pair.decode.worker.may_compute(num_missing)
-        )
+        is_short = pair.decode.num_cached > 0 and pair.decode.worker.may_compute(num_missing)
+        # The stream of a decode pool has no scores of the prompt.
+        is_whole = pair.is_aggregated and not self._request.engine.HasField("num_prompt_logprobs")
+        return ev.PairPlaced(number, pair.prefill, pair.decode, is_short or is_whole)
 
     def _close(self, command: ev.Close) -> None:
         self._streams.close(command)

@@ -92,7 +92,7 @@ class RequestPair:
     ) -> None:
         self.source = RequestSource(placed.source, limits.prefill_attempts, out)
         self.pool = RequestReservation(placed.pool, progress.token_ids[1:], limits, out)
-        self._may_compute_rest = placed.may_compute_rest and placed.pool.num_cached > 0
+        self._may_compute_rest = placed.may_compute_rest
         self._progress = progress
         self._out = out
 
@@ -192,7 +192,8 @@ class RequestPair:
     def _computes_rest(self, message: DecodeEvent, _: float) -> PairOutcome:
         self._check_position(message)
         self.pool.computes_rest()
-        self.source.close()
+        if self.pool.worker.address != self.source.worker.address:
+            self.source.close()  # otherwise the prompt queues where it is booked
         self._note(Milestone.LOCAL, message)
         return Joined()
 
@@ -201,6 +202,8 @@ class RequestPair:
         self.pool.move(PoolStep.TOKENS)
         tokens = message.tokens
         if self._progress.first_token is None:  # the pool prefilled the prompt locally
+            if self.source.state is SourceState.BOOKED:
+                self.source.computed_in_place()
             self._progress.first_token = types_pb2.TokenChunk(token_ids=tokens.token_ids[:1])
         self._emit(tokens, is_decoded=True)
 

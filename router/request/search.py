@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from router.request.events import SearchDecode, SearchPrefill
 from router.request.retries import FlowLimits
 from router.workers.directory import Directory
-from router.workers.placement import PlacementRequest, WorkerPair, WorkerPlacement
+from router.workers.placement import WorkerPlacement
+from router.workers.placement_request import PlacementRequest, WorkerPair
 from router.workers.worker import Booking
 from runtime.clock import Deadline, LoopClock
 

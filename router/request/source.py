@@ -61,6 +61,11 @@ class RequestSource(Stateful[SourceState, SourceStep]):
         self.move(SourceStep.FIRST_TOKEN)
         self._out.append(Release(self.worker, is_computed=True))
 
+    def computed_in_place(self) -> None:
+        """Record the first token of a prompt that the pool, the same worker, has computed."""
+        self.move(SourceStep.CLOSE)
+        self._out.append(Release(self.worker, is_computed=True))
+
     def joined(self) -> None:
         """End the attempt: the pool has the whole prompt.
 

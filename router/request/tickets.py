@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from router.request.service_times import Rates
 from router.request.validate import AdmissibleRequest
 from router.request.waiting_line import Demand
-from router.workers.placement import WorkerPair
+from router.workers.placement_request import WorkerPair
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from router.request.priorities import MAX_PRIORITY
 from router.request.resumption import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenizer import TextTokenizer
-from router.workers.placement import PlacementRequest
+from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import (
     FieldViolation,

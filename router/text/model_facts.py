@@ -34,8 +34,9 @@ class ModelLimits:
 
     def mismatch(self, info: worker_pb2.WorkerInfo, role: str) -> str:
         """Return why a worker must not serve this model in this role; empty if it may."""
-        if info.role != role:
-            return f"it is a {info.role} worker, configured as {role}"
+        roles = info.roles or [info.role]
+        if role not in roles:
+            return f"it is a {' and '.join(roles)} worker, configured as {role}"
         if info.wire_version != WIRE_VERSION:
             return (
                 f"it speaks another version of the worker protocol: its wire version is "

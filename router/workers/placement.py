@@ -7,7 +7,6 @@ caller must release the booking.
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
 from router.workers.failed_links import FailedLinks
+from router.workers.placement_request import PlacementRequest, WorkerPair
 from router.workers.policies import PolicyContext
 from router.workers.policy import LinkedWorkers, Policy, choose, choose_pair
 from router.workers.prefix_index import RoutedPrompt
@@ -26,46 +26,9 @@ from runtime.observe.metrics import RouterMetrics
 
 # Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
 MOST_COMPARED = 64
-
-
-@dataclass(frozen=True)
-class PlacementRequest:
-    """What a request needs of its workers.
-
-    `context_tokens` is its maximum length, prompt plus completion: smaller workers are passed over.
-    `compatibility` is the digest that the workers must fit; "" for any.
-    """
-
-    prompt: RoutedPrompt
-    context_tokens: int = 0
-    compatibility: str = ""
-
-    def of_kind(self, compatibility: str) -> "PlacementRequest":
-        """Return the request for workers that fit this digest."""
-        return PlacementRequest(self.prompt, self.context_tokens, compatibility)
-
-    def fits(self, worker: Worker) -> bool:
-        """Return whether the worker can hold the request and fits its digest, with room or not."""
-        snapshot = worker.snapshot
-        return snapshot.longest >= self.context_tokens and (
-            not self.compatibility or may_pair(snapshot.compatibility, self.compatibility)
-        )
-
-    def has_room(self, worker: Worker) -> bool:
-        """Return whether the worker has room for the request now or soon."""
-        return worker.snapshot.has_room(self.prompt.num_tokens, self.context_tokens)
-
-
-@dataclass(frozen=True)
-class WorkerPair:
-    """A pair of workers for one request. The decode pool reserves only when prefill starts."""
-
-    prefill: Booking
-    decode: Booking
-
-    def release(self) -> None:
-        self.prefill.release()
-        self.decode.release()
+# Share of its capacity by which a worker of both roles may be busier than the pool of least cost and
+# still decode what it prefills.
+MOST_EXCESS = 0.25
 
 
 class _Linked(NamedTuple):
@@ -314,8 +277,31 @@ class WorkerPlacement:
             chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, context)
         sources, pools = groups[chosen.group]
         source = _named(sources, chosen.source, context)
-        pool = _named(pools, chosen.pool, candidates[chosen.group].context)
+        pool = self._without_handoff(
+            source.worker,
+            _named(pools, chosen.pool, candidates[chosen.group].context),
+            pools,
+            candidates[chosen.group].context,
+        )
         return WorkerPair(self._book(source, request), self._book(pool, request))
+
+    def _without_handoff(
+        self, source: Worker, chosen: _Chosen, pools: Sequence[Worker], context: PolicyContext
+    ) -> _Chosen:
+        """Return the worker that prefills if it also decodes and is not much busier, else `chosen`.
+
+        Records the decision.
+        """
+        own = next((pool for pool in pools if pool.address == source.address), None)
+        kind, why = "disaggregated", "roles"
+        if own is not None:
+            excess = own.snapshot.candidate.load - chosen.worker.snapshot.candidate.load
+            is_near = excess <= MOST_EXCESS
+            kind, why = ("aggregated", "no_handoff") if is_near else ("disaggregated", "load")
+        self._metrics.placements.labels(kind, why).inc()
+        if own is None or kind != "aggregated":
+            return chosen
+        return _Chosen(own, context.num_cached.get(own.address, 0))
 
     def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:
         role = chosen.worker.role

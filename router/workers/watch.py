@@ -86,7 +86,7 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     silence_s = silence_s_of(interval_s)
     worker.index.forget(worker.address)  # the stream begins with a complete cache report
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(
-        worker_pb2.WatchRequest(interval_s=interval_s)
+        worker_pb2.WatchRequest(interval_s=interval_s, role=worker.role.value)
     )
     reported = asyncio.Event()
     began_s = asyncio.get_running_loop().time()

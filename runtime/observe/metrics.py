@@ -202,6 +202,7 @@ class RouterMetrics:
     refused: Counter
     dropped: Counter
     decisions: Counter
+    placements: Counter
     pick_s: Histogram
     retries: Counter
     migrations: Counter
@@ -265,6 +266,18 @@ class RouterMetrics:
                 "Worker selections, by policy and result.",
                 "policy",
                 "result",
+            ),
+            placements=_counter(
+                registry,
+                "placements",
+                "Requests placed on one worker of both roles (aggregated) or on two workers, by reason.",
+                "kind",
+                "why",
+                zeros=(
+                    ("aggregated", "no_handoff"),
+                    ("disaggregated", "load"),
+                    ("disaggregated", "roles"),
+                ),
             ),
             pick_s=_histogram(
                 registry, "router_pick_seconds", "Duration of one worker selection.", PICK_S
@@ -669,7 +682,7 @@ class ArrivalMetrics:
                 "local_prefill",
                 "Prompts prefilled on this decode pool instead of a prefill pool.",
                 "reason",
-                zeros=(("preempted",), ("short_rest",)),
+                zeros=(("preempted",), ("short_rest",), ("own_prompt",), ("in_place",)),
             ),
         )
 

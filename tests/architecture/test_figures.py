@@ -437,8 +437,8 @@ WORDS = [
         60,
     ),
     (OPERATIONS, "reports every five seconds the progress", "baton/cluster.py:PROGRESS_S", 5),
-    (PREFIX, "lengthen a step by a tenth", "decode/entry.py:REST_SHARE", 0.1),
-    (PREFIX, "in the last half minute", "decode/entry.py:PACE_MEMORY_S", 30),
+    (PREFIX, "lengthen a step by a tenth", "decode/step_meter.py:REST_SHARE", 0.1),
+    (PREFIX, "in the last half minute", "decode/step_meter.py:PACE_MEMORY_S", 30),
     (PREFIX, "must begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
     (
         "docs/parallel.md",

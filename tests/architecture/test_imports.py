@@ -31,6 +31,7 @@ ALLOWED = {
     "pool": ("engine", "models", "transfer", "protos", "runtime"),
     "prefill": ("pool", "engine", "models", "transfer", "protos", "runtime"),
     "decode": ("pool", "engine", "models", "transfer", "protos", "runtime"),
+    "worker": ("prefill", "decode", "pool", "engine", "models", "transfer", "protos", "runtime"),
     "router": ("protos", "runtime"),
     "baton": ("protos", "runtime"),
     "demo": ("engine", "models", "runtime"),
@@ -38,7 +39,7 @@ ALLOWED = {
               "testing", "transfer", "tests.support"),
     "sim": ("baton", "engine", "pool", "prefill", "protos", "router", "runtime"),
     "testing": ("engine", "transfer", "protos", "runtime"),
-    "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests"),
+    "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests", "worker.config"),
 }  # fmt: skip
 # The folders of `engine/` from the lowest to the highest: each imports only earlier ones.
 ENGINE_ROOMS = (

@@ -75,7 +75,10 @@ async def test_load_reports_wait_for_no_step() -> None:
         SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)),
     )
     service = WorkerService(
-        pb.WorkerInfo, lambda: worker_load(leader, board.load, meters), PointJournal(), no_cache
+        pb.WorkerInfo,
+        lambda role: worker_load(leader, board.load, meters),
+        PointJournal(),
+        no_cache,
     )
     loop.start()
     try:
@@ -127,7 +130,7 @@ def test_waiting_times_grow_between_two_publications() -> None:
 
 @pytest.mark.parametrize("interval_s", [0.0, 61.0])
 async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
-    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad, PointJournal(), no_cache)
+    service = WorkerService(pb.WorkerInfo, lambda role: pb.WorkerLoad(), PointJournal(), no_cache)
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
         await anext(
             aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(WatchContext, None)))

@@ -24,7 +24,7 @@ class Loads:
         self.load = load
         self.num_looks = 0
 
-    def __call__(self) -> pb.WorkerLoad:
+    def __call__(self, role: str) -> pb.WorkerLoad:
         self.num_looks += 1
         return self.load
 

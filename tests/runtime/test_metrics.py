@@ -155,7 +155,12 @@ def test_failures_are_zero_before_the_first() -> None:
         (move.value, end) for move in MoveReason for end in ("resumed", "failed")
     }
     assert found["baton_discovery_errors"] == {("dns",), ("kubernetes",)}
-    assert found["baton_local_prefill"] == {("preempted",), ("short_rest",)}
+    assert found["baton_local_prefill"] == {
+        ("preempted",),
+        ("short_rest",),
+        ("own_prompt",),
+        ("in_place",),
+    }
     assert registry.get_sample_value("baton_e2e_seconds_count", {"outcome": "failed"}) == 0
 
 

@@ -73,6 +73,7 @@ def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
         slot_id=source.slot_id,
         stages=[endpoint_to_proto(stage) for stage in source.stages],
         sends_rest=source.sends_rest,
+        request_key=source.request_key,
     )
 
 
@@ -110,6 +111,7 @@ def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
         slot_id=message.slot_id,
         stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
         sends_rest=message.sends_rest,
+        request_key=message.request_key,
     )
 
 

@@ -29,7 +29,8 @@ class SourceTerms:
 
     `page_ids` are the prompt's pages in position order. No item spans a multiple of `chunk_tokens`,
     so that an item can be sent as soon as its chunk has passed its layer. `sends_rest`: pages that
-    the destination has cached need not be sent.
+    the destination has cached need not be sent. `request_key` names the prompt for a pool that
+    decodes what it has prefilled itself; 0 if it only prefills.
     """
 
     compatibility: str
@@ -41,6 +42,7 @@ class SourceTerms:
     slot_id: int
     stages: tuple[StageEndpoint, ...]
     sends_rest: bool = False
+    request_key: int = 0
 
 
 @dataclass(frozen=True)

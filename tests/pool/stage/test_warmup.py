@@ -7,7 +7,7 @@ import pytest
 
 from decode.entry import DecodeLimits
 from decode.scheduler import DecodeScheduler
-from decode.worker import _outcome
+from decode.worker import is_finished
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -61,7 +61,7 @@ async def warm_up(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
     await run_inside(
         loop,
         lambda emit: scheduler.submit_local(request, emit),
-        _outcome,
+        is_finished,
         lambda key: loop.post(lambda: scheduler.release(key)),
     )
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2, worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.placement import PlacementRequest
+from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
 from runtime.observe.metrics import RouterMetrics

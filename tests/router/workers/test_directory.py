@@ -19,7 +19,8 @@ from router.request.rejections import AdmissionLimits
 from router.request.service_times import MOST_ASKED, Rates, ServiceTimeModel
 from router.workers.directory import START_MARGIN, Directory, DirectoryOptions
 from router.workers.pace import DecodePace
-from router.workers.placement import MOST_COMPARED, PlacementRequest
+from router.workers.placement import MOST_COMPARED
+from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.report import statuses
 from router.workers.watch import apply_report

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from router.workers import failed_links
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.failed_links import SEVERED_MEMORY_S, FailedLinks
-from router.workers.placement import PlacementRequest
+from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from runtime.clock import ManualClock

@@ -16,7 +16,7 @@ from protos import generation_pb2, types_pb2, worker_pb2
 from router.api.generation import RequestKey
 from router.request.rejections import AdmissionLimits
 from router.request.validate import AdmissibleRequest
-from router.workers.placement import PlacementRequest
+from router.workers.placement_request import PlacementRequest
 from router.workers.policy import Policy
 from router.workers.prefix_index import RoutedPrompt
 from runtime.clock import NO_DEADLINE

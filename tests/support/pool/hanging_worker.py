@@ -25,7 +25,7 @@ def hang(
 StageExecutor.run = hang  # type: ignore[method-assign,assignment]
 sys.exit(
     start(
-        PrefillRole(),
+        lambda config: PrefillRole(),
         {
             "model": Path(sys.argv[1]),
             "announce": Path(sys.argv[2]),
@@ -34,5 +34,6 @@ sys.exit(
             "drain_s": 60.0,
         },
         None,
+        name="prefill",
     )
 )

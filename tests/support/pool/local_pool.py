@@ -16,6 +16,7 @@ from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.backends.recurrent_batch import SnapshotRecurrent
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import SpecInfo
@@ -106,12 +107,17 @@ def build_executor(
     )
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
+        snapshots = (
+            SnapshotRecurrent(recurrent, conv_pools=conv, state_pools=state) if state else None
+        )
+        windows = attention if pools.of_kind(CacheKind.WINDOW) else None
         model = description.load_stage(layers, numerics=exact, ranks=ranks)
         return StageExecutor(
             model=model,
             attention=attention,
             latent_attention=latent,
-            recurrent=recurrent,
+            recurrent=snapshots or recurrent,
+            caches=[cache for cache in (windows, snapshots) if cache is not None],
             overlap=overlap,
         ), pools
     model = description.load_stage(
@@ -131,12 +137,14 @@ def build_executor(
         num_scratch=num_scratch,
         backend_over=over_nodes,
     )
-    found = (attention, latent, states, leftovers if speculation.poisons_leftovers else None)
+    snapshots = SnapshotRecurrent(states, conv_pools=conv, state_pools=state) if state else None
+    poisoned = leftovers if speculation.poisons_leftovers else None
+    found = (attention, latent, states, poisoned, snapshots)
     return StageExecutor(
         model=model,
         attention=attention,
         latent_attention=latent,
-        recurrent=states,
+        recurrent=snapshots or states,
         overlap=overlap,
         caches=[cache for cache in found if cache is not None],
     ), pools

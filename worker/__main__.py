@@ -1,0 +1,26 @@
+"""Entry point of `python -m worker`: one process of a pool that prefills, decodes, or does both."""
+
+from pathlib import Path
+
+from runtime.process.quiet import quiet_grpc
+from worker.config import RolesConfig
+
+
+def _start(flags: dict[str, object], file: Path | None) -> int:
+    # Torch is imported here, after --help is handled and the environment is prepared.
+    from pool.start import start
+    from worker.role import role_of
+
+    return start(role_of, flags, file, name="worker", settings=RolesConfig)
+
+
+def main() -> None:
+    """Run the command line."""
+    quiet_grpc()
+    from pool.main import worker_command  # imports grpc
+
+    worker_command("worker", _start, RolesConfig)(prog_name="baton worker")
+
+
+if __name__ == "__main__":
+    main()
