@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, SkipValidation
 from baton.client import DEFAULT_TARGET
 from baton.fork_server import HERE, ForkServer, ProcessPlaces
 from baton.gateway import check_can_serve
-from baton.preflight import PoolShape, check_partition
+from baton.preflight import PROGRAMS, PoolShape, check_partition
 from runtime.config import Config, parse_address
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
@@ -34,11 +34,22 @@ class ClusterSettings(Config):
     )
     prefill: int = Field(default=1, description="Number of prefill pools.")
     decode: int = Field(default=1, description="Number of decode pools.")
+    worker: int = Field(
+        default=0,
+        description="Number of pools that prefill and decode, with one copy of the weights.",
+    )
+    aggregated: bool = Field(
+        default=False,
+        description="One pool that prefills and decodes, in place of a prefill and a decode pool.",
+    )
     prefill_pp: int = Field(
         default=1, description="Pipeline stages (processes) of each prefill pool."
     )
     decode_pp: int = Field(
         default=1, description="Pipeline stages (processes) of each decode pool."
+    )
+    worker_pp: int = Field(
+        default=1, description="Pipeline stages (processes) of each pool of both roles."
     )
     prefill_tp: int = Field(
         default=1, description="Tensor-parallel ranks (processes) of each prefill stage."
@@ -46,17 +57,29 @@ class ClusterSettings(Config):
     decode_tp: int = Field(
         default=1, description="Tensor-parallel ranks (processes) of each decode stage."
     )
+    worker_tp: int = Field(
+        default=1,
+        description="Tensor-parallel ranks (processes) of each stage of a pool of both roles.",
+    )
     prefill_dp_attention: int = Field(
         default=1, description="Data-parallel attention groups of each prefill stage."
     )
     decode_dp_attention: int = Field(
         default=1, description="Data-parallel attention groups of each decode stage."
     )
+    worker_dp_attention: int = Field(
+        default=1,
+        description="Data-parallel attention groups of each stage of a pool of both roles.",
+    )
     prefill_partition: str = Field(
         default="", description='Layers per prefill stage, such as "3,5", or balanced.'
     )
     decode_partition: str = Field(
         default="", description='Layers per decode stage, such as "3,5", or balanced.'
+    )
+    worker_partition: str = Field(
+        default="",
+        description='Layers per stage of a pool of both roles, such as "3,5", or balanced.',
     )
     routers: int = Field(
         default=1, description="Number of routers; all but the first take free ports."
@@ -78,7 +101,7 @@ class ClusterSettings(Config):
     )
     http: str = Field(default="", description="HOST:PORT for OpenAI's HTTP API; needs baton[http].")
     config_file: Annotated[Path | None, typer.Option("--config")] = Field(
-        default=None, description="TOML file with the tables router, prefill and decode."
+        default=None, description="TOML file with the tables router, prefill, decode and worker."
     )
     log_level: str = Field(
         default="info", description="Minimum log level: debug, info, warning or error."
@@ -124,30 +147,31 @@ class ClusterConfig(ClusterSettings):
 
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
-        """Return the pools of each role."""
+        """Return the pools of each kind that there is."""
         given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)
-        return (
+        counts = self.counts
+        return tuple(
             PoolShape(
-                "prefill",
-                self.prefill,
-                self.prefill_pp,
-                self.prefill_partition,
+                program,
+                counts[program],
+                getattr(self, f"{program}_pp"),
+                getattr(self, f"{program}_partition"),
                 flags,
-                self.prefill_tp,
-                self.prefill_dp_attention,
-            ),
-            PoolShape(
-                "decode",
-                self.decode,
-                self.decode_pp,
-                self.decode_partition,
-                flags,
-                self.decode_tp,
-                self.decode_dp_attention,
-            ),
+                getattr(self, f"{program}_tp"),
+                getattr(self, f"{program}_dp_attention"),
+            )
+            for program in PROGRAMS
+            if counts[program]
         )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the number of pools by their program."""
+        if self.aggregated:
+            return {"prefill": 0, "decode": 0, "worker": max(self.worker, 1)}
+        return {program: getattr(self, program) for program in PROGRAMS}
 
     @property
     def own_style(self) -> LogStyle:
@@ -168,21 +192,22 @@ class ClusterConfig(ClusterSettings):
             ConfigError: a setting is outside its limit; names both.
         """
         parse_address(self.listen or DEFAULT_TARGET, field="listen")
-        for name in (
-            "prefill",
-            "decode",
-            "prefill_pp",
-            "decode_pp",
-            "prefill_tp",
-            "decode_tp",
-            "routers",
-        ):
+        least = dict.fromkeys(PROGRAMS, 0 if self.counts["worker"] > 0 else 1) | {"worker": 0}
+        sizes = [f"{program}_{size}" for size in ("pp", "tp") for program in PROGRAMS]
+        for name in (*PROGRAMS, *sizes, "routers"):
             count: int = getattr(self, name)
-            if not 1 <= count <= _MAX_PROCESSES:
+            if not least.get(name, 1) <= count <= _MAX_PROCESSES:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
+                    f"--{name.replace('_', '-')} must be from {least.get(name, 1)} to {_MAX_PROCESSES}, "
+                    f"got {count}",
                     field=name,
                 )
+        if self.aggregated and (self.prefill, self.decode) != (1, 1):
+            raise ConfigError(
+                "--aggregated replaces the prefill and decode pools: give --worker in place of "
+                "--prefill and --decode",
+                field="aggregated",
+            )
         if (
             count := self.routers + sum(shape.num_processes for shape in self.shapes)
         ) > _MAX_PROCESSES:

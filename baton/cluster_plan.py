@@ -10,7 +10,7 @@ from baton.client import DEFAULT_TARGET
 from baton.cluster_config import ClusterConfig
 from baton.core_places import core_places
 from baton.preflight import (
-    ROLES,
+    PROGRAMS,
     PoolShape,
     binding_flags,
     check_apart,
@@ -19,6 +19,7 @@ from baton.preflight import (
     listen_address,
     memory_flags,
     metrics_ports,
+    roles_of,
     transport_text,
 )
 from baton.process import ProcessSpec
@@ -76,9 +77,9 @@ class ClusterPlan:
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
         self._binding_flags = {shape.role: binding_flags(shape, tables) for shape in config.shapes}
         self._metrics_ports = metrics_ports(
-            tables, {"router": self.router_names, **{role: self._names(role) for role in ROLES}}
+            tables, {"router": self.router_names, **{role: self._names(role) for role in PROGRAMS}}
         )
-        roles = {name: role for role in ROLES for name in self._names(role)}
+        roles = {name: role for role in PROGRAMS for name in self._names(role)}
         self._cores = core_places(
             roles | dict.fromkeys(self.router_names, "router"), _usable_cores(), config.cores
         )
@@ -106,7 +107,8 @@ class ClusterPlan:
         flags = ["--vllm-engine"] if self._config.http else []
         flags += self._config.router_flags
         for pool in self._pools:
-            flags += [f"--{pool.shape.role}", f"file://{_announcement(folder, pool.name(0))}"]
+            for role in roles_of(pool.shape):
+                flags += [f"--{role}", f"file://{_announcement(folder, pool.name(0))}"]
         for name in self.router_names:
             yield self._role_process(folder, name, "router", flags, leads=True)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-LOADS = {"prefill": 1.0, "decode": 0.6}
+LOADS = {"worker": 1.0, "prefill": 1.0, "decode": 0.6}
 """Approximate load of a worker in cores while its cluster is busy; only order and sums matter."""
 
 
@@ -11,7 +11,7 @@ def core_places(
 ) -> dict[str, tuple[int, ...]]:
     """Return the cores of each process of `roles`.
 
-    `roles` maps names to "prefill", "decode" or "router".
+    `roles` maps names to "prefill", "decode", "worker" (both) or "router".
 
     A worker gets one core, the least loaded of `cores`, prefill workers first. A router may use the
     cores without a worker, or else those without a prefill worker. If fewer than two of the latter
@@ -31,7 +31,9 @@ def core_places(
         core = min(cores, key=loads.__getitem__)
         loads[core] += LOADS[roles[name]]
         places[name] = (core,)
-    computing = {core for name, (core, *_) in places.items() if roles[name] == "prefill"}
+    computing = {
+        core for name, (core, *_) in places.items() if roles[name] in ("prefill", "worker")
+    }
     without = [core for core in cores if core not in computing]
     roamed = [core for core in cores if not loads[core]] or (without if len(without) > 1 else cores)
     return {**{name: tuple(roamed) for name, role in roles.items() if role == "router"}, **places}

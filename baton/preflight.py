@@ -19,7 +19,7 @@ from runtime.model_files.weights import loaded_bytes
 from runtime.process.host_memory import MIB, HostMemory, host_memory
 from runtime.security.access import ChannelSecurity
 
-ROLES = ("prefill", "decode")
+PROGRAMS = ("prefill", "decode", "worker")  # of the pools; a worker has both roles
 BALANCED = "balanced"  # workers divide the layers themselves (`pool.stage.config`)
 HOST_SHARE, DEVICE_SHARE = (
     0.8,
@@ -31,7 +31,7 @@ LEAST_CACHE_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class PoolShape:
-    """Pools of one role.
+    """Pools of one program: `role` is prefill, decode, or worker, which does both.
 
     Number of pools and of their stages, partition of the layers (`BALANCED`, "" for even), further
     flags of each process, number of ranks that share a stage, and of data ranks.
@@ -62,6 +62,11 @@ class PoolShape:
         return [*flags, "--partition", self.partition] if self.partition else flags
 
 
+def roles_of(shape: PoolShape) -> tuple[str, ...]:
+    """Return the roles that a router gives the pools of this shape."""
+    return ("prefill", "decode") if shape.role == "worker" else (shape.role,)
+
+
 def check_tls(
     tables: Mapping[str, Mapping[str, object]],
     flags: Mapping[str, Sequence[str]],
@@ -71,7 +76,7 @@ def check_tls(
 
     `tables` of the settings file and `flags` are by role; `security` is that of this command.
     """
-    speaks = {role: _speaks_tls(role, tables, flags.get(role, ())) for role in ("router", *ROLES)}
+    speaks = {role: _speaks_tls(role, tables, given) for role, given in flags.items()}
     with_tls, without = (
         [role for role in speaks if speaks[role] is wanted] for wanted in (True, False)
     )
@@ -275,8 +280,8 @@ def _host_bytes(
             f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * "
             f"{weights / MIB:.0f} MiB = {num_pools * weights / MIB:.0f} MiB for weights alone, "
             f"and {memory.available_bytes / MIB:.0f} of {memory.total_bytes / MIB:.0f} MiB are "
-            "free on this machine: use fewer pools (--prefill, --decode), a smaller model, or a "
-            "larger machine",
+            "free on this machine: use fewer pools (--prefill, --decode), one pool of both roles "
+            "(--aggregated), a smaller model, or a larger machine",
             field="model",
         )
     left = (

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from baton.cluster_config import ClusterConfig
 from baton.fork_server import spawn
 from baton.gateway import GatewayConfig
+from baton.preflight import roles_of
 from runtime.config import load
 from runtime.errors import ConfigError, UnavailableError
 from runtime.observe.log import message_of
@@ -48,7 +49,10 @@ async def check_settings(config: ClusterConfig) -> None:
         _ask(shape.role, [*config.shared_flags, *shape.process_flags(0)]) for shape in config.shapes
     ]
     nowhere = [
-        word for shape in config.shapes for word in (f"--{shape.role}", f"{FILE}/{shape.role}")
+        word
+        for shape in config.shapes
+        for role in roles_of(shape)
+        for word in (f"--{role}", f"{FILE}/{shape.role}")
     ]
     for refusal in await asyncio.gather(
         *asked, _ask("router", [*config.shared_flags, *config.router_flags, *nowhere])

@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import AsyncBatonClient
 from baton.gateway import wait_ready
-from baton.preflight import ROLES
 from baton.process import ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from protos import worker_pb2, worker_pb2_grpc
@@ -30,7 +29,9 @@ _SERVICES = {
     "router": "baton.v1.Generation",
     "prefill": "baton.v1.Prefill",
     "decode": "baton.v1.Decode",
+    "worker": "baton.v1.Decode",
 }
+ROLES = {"prefill", "decode"}
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _LOOK_S = 2.0  # between two looks at the workers of a router that does not serve
 _MAX_REASON = 240  # characters
@@ -49,7 +50,7 @@ async def until_serving(
         await wait_ready(announcement.address, timeout_s=timeout_s)
         return
     async with open_channel(
-        announcement.address, security=security.to(PeerRole(spec.role))
+        announcement.address, security=security.to(_peer_role(spec))
     ) as channel:
         await wait_serving(channel, _service_of(spec), timeout_s=timeout_s)
 
@@ -87,7 +88,7 @@ async def reason_of(process: RoleProcess, security: ChannelSecurity) -> str:
     announcement = process.announcement or read_announcement(spec.announce)
     if announcement is None or spec.role == GATEWAY_MODULE:
         return ""
-    security = security.to(PeerRole(spec.role))
+    security = security.to(_peer_role(spec))
     try:
         async with (
             asyncio.timeout(ASK_S),
@@ -117,6 +118,11 @@ async def _leader_s_reason(channel: grpc.aio.Channel) -> str:
     return ""
 
 
+def _peer_role(spec: ProcessSpec) -> PeerRole:
+    """Return a role that the certificate of the process names; a worker's names both."""
+    return PeerRole.DECODE if spec.role == "worker" else PeerRole(spec.role)
+
+
 def _service_of(spec: ProcessSpec) -> str:
     return _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
 
@@ -135,7 +141,7 @@ async def _unless_unpaired(
     try:
         while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
             usable = [worker for worker in await _workers(router, security) if worker.serving]
-            if {worker.role for worker in usable} == set(ROLES) and all(
+            if {worker.role for worker in usable} == ROLES and all(
                 worker.reason for worker in usable
             ):
                 raise UnavailableError("its workers serve, but are incompatible")

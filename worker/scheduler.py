@@ -176,6 +176,7 @@ class OwnPrompts:
                     tree=NO_TREE if prompt.replayed else memory.draft,
                     start=0 if limits.caches_drafts else memory.num_cached,
                     followed=limits.drafts,
+                    has_prompt_state=limits.drafts and limits.caches_drafts and not prompt.replayed,
                 ),
                 (*known, *prompt.replayed),
             )

@@ -19,7 +19,7 @@ from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.contracts.config import SpeculationConfig
 from engine.speculative.contracts.draft_model import DraftModel
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
-from engine.speculative.drafters.eagle import EagleDrafter, PromptDrafter
+from engine.speculative.drafters.eagle import EagleDrafter, PromptDrafter, SendingDrafter
 from engine.speculative.drafters.frozen import FrozenDrafter, FrozenModel
 from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from engine.speculative.replay.draft_graphs import DraftGraphs
@@ -295,10 +295,19 @@ def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> N
         )
 
 
-def prompt_drafter(
-    plan: SpeculationPlan, drafter: PoolDrafter, observer: LayerObserver | None
+def role_drafter(
+    plan: SpeculationPlan,
+    drafter: PoolDrafter,
+    observer: LayerObserver | None,
+    *,
+    speculates: bool,
 ) -> Drafter:
-    """Return a drafter for prefill pools, with `observer` called for the draft's layers as well."""
+    """Return the drafter of a pool's roles, with `observer` called for the draft's layers as well.
+
+    A pool that sends prompts has an observer; one that decodes speculates.
+    """
+    if speculates and (observer is None or not plan.handed):
+        return drafter
     layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
 
     def on_followed(batch: ForwardBatch) -> None:
@@ -306,4 +315,4 @@ def prompt_drafter(
             for layer_id in layers:
                 observer(batch, layer_id)
 
-    return PromptDrafter(drafter, on_followed)
+    return (SendingDrafter if speculates else PromptDrafter)(drafter, on_followed)

@@ -24,7 +24,7 @@ from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.plan import StagePlan
-from pool.stage.speculation import build_drafter, prompt_drafter
+from pool.stage.speculation import build_drafter, role_drafter
 from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
 from runtime.grammar import Grammars, load_grammars
@@ -100,7 +100,7 @@ def build_stage(
         parts = runs_on.capturable if speculates else None
         capture = partial(build_draft_graphs, config, parts, speculation)
         drafter = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
-        reader = drafter if speculates else prompt_drafter(speculation, drafter, observer)
+        reader = role_drafter(speculation, drafter, observer, speculates=speculates)
     grammars = _grammars(config, plan.description.facts)
     agent.start()  # last, so that an error above leaves no thread running
     return Stage(

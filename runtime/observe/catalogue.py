@@ -48,6 +48,7 @@ ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "router": (RpcMetrics, RouterMetrics),
     "prefill": (*_POOL, CacheMetrics),
     "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
+    "worker": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
     "follower": (RpcMetrics, StageMetrics, RefusalMetrics),
 }
 _UNITS = {

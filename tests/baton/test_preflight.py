@@ -247,8 +247,9 @@ def test_tls_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path)
     (tmp_path / "ca.pem").write_bytes(authority.pem)
     trusts_only = client_security(tls_ca=tmp_path / "ca.pem")
     shows_own = ChannelSecurity(authority.store(tmp_path / "operator", "operator"))
-    check_tls({}, {}, PLAIN_CHANNEL)
-    check_tls(ALL_TLS, {}, shows_own)
+    no_flags = dict.fromkeys(ALL_TLS, ())
+    check_tls({}, no_flags, PLAIN_CHANNEL)
+    check_tls(ALL_TLS, no_flags, shows_own)
     check_tls({}, dict.fromkeys(ALL_TLS, ("--tls-cert", "c")), shows_own)
     own = tmp_path / "own.toml"
     own.write_text("\n".join(f'[{role}]\ntls_cert = "c"' for role in ALL_TLS))
@@ -278,5 +279,5 @@ def test_tls_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path)
     ]
     for tables, security, says in refused:
         with pytest.raises(ConfigError) as error:
-            check_tls(tables, {}, security)
+            check_tls(tables, no_flags, security)
         assert str(error.value).startswith(says)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, plan_where_needed
+from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.draft_trees import NO_TREE, CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.attention.draft_attention import DraftAttention
 from engine.speculative.contracts.draft_model import DraftModel
@@ -55,6 +55,26 @@ class PromptDrafter:
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         """Implement `Drafter.begin`. A prefill pool gets no such batches."""
         return [NO_TREE] * batch.num_rows
+
+
+class SendingDrafter(PromptDrafter):
+    """A `Drafter` of a pool that sends prompts to other pools and decodes as well.
+
+    Prompts are only read, as on a prefill pool, so that their state can be sent. The first tree
+    grows from that state, here as in the pool that it is sent to.
+    """
+
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[AcceptedRun]
+    ) -> list[TokenTree]:
+        """Implement `Drafter.propose`."""
+        if batch.mode is ForwardMode.PREFILL:
+            return super().propose(batch, output, runs)
+        return self._drafter.propose(batch, output, runs)
+
+    def begin(self, batch: ForwardBatch) -> list[TokenTree]:
+        """Implement `Drafter.begin`."""
+        return self._drafter.begin(batch)
 
 
 class EagleDrafter:

@@ -107,6 +107,10 @@ async def running_cluster(
     *,
     prefill: int = 1,
     decode: int = 1,
+    worker: int = 0,
+    worker_pp: int = 1,
+    worker_tp: int = 1,
+    worker_dp_attention: int = 1,
     prefill_pp: int = 1,
     decode_pp: int = 1,
     prefill_tp: int = 1,
@@ -130,6 +134,10 @@ async def running_cluster(
         model=model,
         prefill=prefill,
         decode=decode,
+        worker=worker,
+        worker_pp=worker_pp,
+        worker_tp=worker_tp,
+        worker_dp_attention=worker_dp_attention,
         prefill_pp=prefill_pp,
         decode_pp=decode_pp,
         prefill_tp=prefill_tp,
@@ -176,3 +184,17 @@ def scrape(port: int) -> dict[str, float]:
             samples = [sample.value for sample in family.samples]
             values[family.name] = max([values.get(family.name, 0.0), *samples])
     return values
+
+
+def samples_of(port: int, name: str) -> dict[tuple[str, ...], float]:
+    """Return the samples of this name by the values of their labels, without the common ones."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    return {
+        tuple(
+            value for label, value in sample.labels.items() if label not in ("role", "version")
+        ): (sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }

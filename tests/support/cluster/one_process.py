@@ -25,6 +25,8 @@ from runtime.process.announce import read_announcement
 from runtime.process.supervision import StopSignal
 from runtime.rpc.client import open_channel, wait_serving
 from tests.support.cluster.clusters import is_clean
+from worker.config import RolesConfig
+from worker.role import AggregatedRole
 
 START_TIMEOUT_S = 60.0
 
@@ -37,8 +39,11 @@ async def cluster_in_process(
     decode_pp: int = 1,
     prefill_tp: int = 1,
     decode_tp: int = 1,
+    worker_pp: int = 1,
+    worker_tp: int = 1,
     prefill_partition: str = "",
     decode_partition: str = "",
+    worker: Mapping[str, object] | None = None,
     prefill: Mapping[str, object] = MappingProxyType({}),
     decode: Mapping[str, object] = MappingProxyType({}),
     router: Mapping[str, object] = MappingProxyType({}),
@@ -49,8 +54,9 @@ async def cluster_in_process(
     """Yield a client of a serving cluster.
 
     `settings` are `WorkerConfig` fields for every stage; `prefill`, `decode` and `router` are those
-    of one role only. `announced` is a folder where all announce themselves, as `decode-0.json`
-    (role and rank). On leaving, all resources must have been released.
+    of one role only. With `worker` one pool of both roles replaces those of one. `announced` is a
+    folder where all announce themselves, as `decode-0.json` (role and rank). On leaving, all
+    resources must have been released.
     """
     torch.set_num_threads(1)
     stop = StopSignal()
@@ -58,12 +64,15 @@ async def cluster_in_process(
     with tempfile.TemporaryDirectory() as own_folder:
         folder = announced or Path(own_folder)
         try:
-            leaders = {}
-            for role, size, tp, partition, own in (
+            leaders: dict[str, str] = {}
+            pools: list[tuple[PoolRole, int, int, str, Mapping[str, object]]] = [
                 (PrefillRole(), prefill_pp * prefill_tp, prefill_tp, prefill_partition, prefill),
                 (DecodeRole(), decode_pp * decode_tp, decode_tp, decode_partition, decode),
-            ):
-                pool = WorkerConfig.model_validate(
+            ]
+            if worker is not None:
+                pools = [(AggregatedRole(), worker_pp * worker_tp, worker_tp, "", worker)]
+            for role, size, tp, partition, own in pools:
+                pool = (RolesConfig if worker is not None else WorkerConfig).model_validate(
                     {
                         "model": checkpoint,
                         "drain_s": 0.5,
@@ -74,7 +83,8 @@ async def cluster_in_process(
                         "partition": partition,
                     }
                 )
-                leaders[role.name] = await _start_pool(role, pool, folder, tasks, stop)
+                leader = await _start_pool(role, pool, folder, tasks, stop)
+                leaders |= dict.fromkeys(role.roles, leader)
             config = RouterConfig.model_validate(
                 {
                     "model": checkpoint,

@@ -1,0 +1,116 @@
+"""Workers of both roles: the bits of one process, alone, next to others of their kind, and next to
+pools of one role."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.values import Completion
+from engine.core.request import Request
+from tests.cluster.test_rolling import LOST, address_of, busy, migrations
+from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
+from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
+from tests.support.drafts.eagle import save_draft
+
+QUESTIONS = make_questions(8)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
+
+
+async def complete(running: RunningCluster, questions: Sequence[Request]) -> list[Completion]:
+    return await asyncio.gather(
+        *(running.client.complete(as_query(question), timeout_s=60) for question in questions)
+    )
+
+
+async def assert_answers(running: RunningCluster, expected: Sequence[Shown]) -> None:
+    """Check the answers twice: of a cold cache and of a warm one."""
+    for _ in range(2):
+        assert [shown(each) for each in await complete(running, QUESTIONS)] == expected
+    await running.until_clean()
+
+
+async def local_prefills(running: RunningCluster, name: str, reason: str) -> float:
+    port = await running.metrics_port(name)
+    found = await asyncio.to_thread(samples_of, port, "baton_local_prefill_total")
+    return found[reason,]
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "speculation"),
+    [(1, 1, ""), (2, 1, "draft"), (1, 2, ""), (1, 1, "draft")],
+    ids=["alone", "stages with a draft", "ranks", "with a draft"],
+)
+async def test_one_worker_of_both_roles_gives_the_same_bits(
+    checkpoint: Path, draft: Path, reference: Reference, pp: int, tp: int, speculation: str
+) -> None:
+    expected = on_the_wire(reference.answers(QUESTIONS))
+    flags = ("--draft", str(draft), "--spec-topk", "2", "--spec-steps", "3") if speculation else ()
+    async with running_cluster(
+        checkpoint,
+        prefill=0,
+        decode=0,
+        worker=1,
+        worker_pp=pp,
+        worker_tp=tp,
+        worker_flags=flags,
+    ) as running:
+        await assert_answers(running, expected)
+        leader = "worker-0" if pp == tp == 1 else "worker-0.0"
+        assert await local_prefills(running, leader, "own_prompt") >= 2 * len(QUESTIONS)
+        assert await local_prefills(running, leader, "in_place") == 0
+        scored = replace(as_query(QUESTIONS[2]), num_prompt_logprobs=1)
+        answer = await running.client.complete(scored, timeout_s=60)
+        assert shown(answer) == expected[2]
+        assert len(answer.prompt_logprobs) == len(QUESTIONS[2].prompt_token_ids) - 1
+        assert await local_prefills(running, leader, "in_place") == 1
+        await running.until_clean()
+
+
+@pytest.mark.parametrize("speculation", ["", "draft"])
+async def test_pools_of_one_and_of_both_roles_serve_together(
+    checkpoint: Path, draft: Path, reference: Reference, speculation: str
+) -> None:
+    """Prompts go from workers of both roles to decode pools, and from prefill pools to them."""
+    questions = make_questions(24, seed=5, max_prompt=250, max_tokens=40)
+    expected = on_the_wire(reference.answers(questions))
+    async with running_cluster(
+        checkpoint,
+        worker=1,
+        router_flags=("--policy", "round_robin"),
+        worker_flags=("--draft", str(draft)) if speculation else (),
+    ) as running:
+        answers = await complete(running, questions)
+        assert [shown(each) for each in answers] == expected
+        placed = await asyncio.to_thread(
+            samples_of, await running.metrics_port("router"), "baton_placements_total"
+        )
+        assert placed["aggregated", "no_handoff"] > 0
+        assert placed["disaggregated", "roles"] > 0
+        await running.until_clean()
+
+
+async def test_a_killed_worker_s_requests_go_on_at_the_other(
+    checkpoint: Path, reference: Reference
+) -> None:
+    questions = [
+        replace(question, max_tokens=400)
+        for question in make_questions(16, seed=11, max_prompt=100, max_tokens=1)
+    ]
+    expected = on_the_wire(reference.answers(questions))
+    async with running_cluster(checkpoint, prefill=0, decode=0, worker=2) as running:
+        under_way = asyncio.create_task(complete(running, questions))
+        await busy(running, address_of(running, "worker-0"))
+        running.cluster.processes["worker-0"].kill()
+        assert [shown(each) for each in await under_way] == expected
+        assert (await migrations(running))[LOST] > 0
+        await running.cluster.wait_serving(timeout_s=60)
+        await running.until_clean()
+        assert [shown(each) for each in await complete(running, questions)] == expected
