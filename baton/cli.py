@@ -25,6 +25,7 @@ from baton.load_command import LoadSpec, connect, measure, report
 from baton.load_options import LoadOptions
 from baton.load_plot import check_can_plot
 from baton.render import event_json, status_view, wide_enough
+from baton.roles import set_roles
 from baton.status_command import watch_json, watch_status
 from baton.up_command import up
 from baton.values import Sampling, Stop
@@ -208,6 +209,25 @@ def flush(
         print(json.dumps(asdict(each)) if as_json else text)
     if any(each.error for each in flushed):
         raise typer.Exit(1)
+
+
+@app.command("roles")
+def switch_roles(
+    worker: Annotated[
+        str, typer.Argument(help="HOST:PORT of the worker, as baton status shows it.")
+    ],
+    roles: Annotated[str, typer.Argument(help="prefill, decode or prefill,decode.")],
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Switch the roles of a worker that can prefill and decode. Requests that run go on. With TLS,
+    only an operator may do so."""
+    with one_line_errors([worker], tls_ca=tls_ca, token_file=token_file):
+        security = connection(tls_ca, tls_cert, tls_key, "", token_file)
+        now = asyncio.run(set_roles(worker, roles.split(","), security))
+    print(f"{worker} serves {' and '.join(now)}")
 
 
 @app.command()

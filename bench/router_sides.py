@@ -151,6 +151,11 @@ class SourceWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.FlushCacheResponse:
         return worker_pb2.FlushCacheResponse()
 
+    async def SetRoles(
+        self, request: worker_pb2.SetRolesRequest, context: Context
+    ) -> worker_pb2.SetRolesResponse:
+        return worker_pb2.SetRolesResponse(epoch=request.epoch, roles=request.roles)
+
 
 class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
     """Prefill service that generates the first token at the next step."""

@@ -10,7 +10,7 @@ def _start(flags: dict[str, object], file: Path | None) -> int:
     from decode.worker import DecodeRole
     from pool.start import start
 
-    return start(lambda config: DecodeRole(), flags, file, name="decode")
+    return start(DecodeRole(), flags, file, name="decode")
 
 
 def main() -> None:

@@ -100,6 +100,18 @@ class RequestMemory:
         ):
             counter.inc(count)
 
+    def hold_known(self, entry: DecodeEntry) -> bool:
+        """Take pages for the known tokens of an entry with a computed prompt; return whether it has
+        them.
+        """
+        assert entry.pages is not None
+        missing = pages_for_tokens(entry.num_tokens, self.limits.page_size) - entry.pages.num_pages
+        try:
+            entry.pages.extend(max(missing, 0))
+        except CapacityError:
+            return False
+        return True
+
     def reservation(self, entry: DecodeEntry) -> Reservation:
         """Return the reservation of an entry that holds memory."""
         assert entry.pages is not None

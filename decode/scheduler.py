@@ -168,6 +168,8 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         entry = prompt.entry()
         self._entries.add(entry)
         self._run(entry)
+        if not self._memory.hold_known(entry):
+            self._turns.preempt(entry)
         self._append(entry, [] if prompt.first_token is None else [prompt.first_token])
 
     @property

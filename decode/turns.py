@@ -124,12 +124,13 @@ class DecodeTurns:
             try:
                 entry.pages.extend(missing)
             except CapacityError:
-                self._preempt(
+                self.preempt(
                     max(self.ready(), key=lambda other: (other.request.priority, other.key))
                 )
         return False
 
-    def _preempt(self, entry: DecodeEntry) -> None:
+    def preempt(self, entry: DecodeEntry) -> None:
+        """Take the memory of a running request, which has nothing in flight."""
         self.memory.keep_generated(entry)
         entry.free()
         entry.draft = DraftState()

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeEntryEvent, DecodeLimits, Finished
@@ -39,11 +40,13 @@ class DecodeRole:
     """The decode role. Implements `pool.role.PoolRole`."""
 
     name = "decode"
-    roles: tuple[str, ...] = ("decode",)
-    services: tuple[str, ...] = (DECODE_SERVICE,)
+    services: Mapping[str, str] = MappingProxyType({"decode": DECODE_SERVICE})
     speculates = True
     keeps_states = False  # states arrive with the prompts
     reads_prompts = False  # only short rests, and only without recurrent states
+
+    def first_roles(self, config: WorkerConfig) -> tuple[str, ...]:
+        return ("decode",)
 
     def max_held(self, config: WorkerConfig) -> int:
         """Return the number of requests that may hold memory: running and in handoff."""
@@ -158,8 +161,11 @@ class DecodeLeader:
                 reclaimer=parts.reclaimer,
                 meters=parts.meters,
                 post=parts.post,
+                switch=parts.switch,
                 grammars=parts.leader.grammars,
-                caches=parts.config.decode_cache,
+                caches=parts.config.decode_cache
+                if prompts_of is None
+                else parts.config.prefix_cache,
                 ranks=self.ranks,
                 arrivals=ArrivalMetrics.create(parts.registry),
                 reports_layers=prompts_of is not None,

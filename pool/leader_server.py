@@ -7,6 +7,7 @@ from engine.sampling.guided import GuidedSampler
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.role_switch import RoleSwitch
 from pool.role import LeaderParts
 from pool.serving import (
     PIPELINE_SERVICE,
@@ -46,9 +47,13 @@ class LeaderServer:
             process.registry, stage.plan.geometry, stage.counts, num_data_ranks=config.dp_attention
         )
         self._role = process.role.lead(config, stage)
-        services = (*process.role.services, WORKER_SERVICE, PIPELINE_SERVICE)
-        self._server = make_server(process, services)
-        self._show_health = HealthSetter(self._server, services)
+        own, roles = (WORKER_SERVICE, PIPELINE_SERVICE), process.role.services
+        self._switch = RoleSwitch(tuple(roles), process.role.first_roles(config), self._on_switched)
+        self._server = make_server(process, (*roles.values(), *own))
+        self._show_health = HealthSetter(self._server, own)
+        self._show_role = {
+            role: HealthSetter(self._server, (service,)) for role, service in roles.items()
+        }
         self._board = LoadBoard(self._role.ranks, SystemClock(), self._role.views)
         self._post = EventPost(self._events)
         self._leader = Leader(
@@ -71,6 +76,7 @@ class LeaderServer:
             self._meters,
             self._post,
             process.registry,
+            self._switch,
         )
         self._worker_service = self._make_worker_service()
         self._add_services()
@@ -106,13 +112,14 @@ class LeaderServer:
         process, leader = self._process, self._leader
         plan = process.stage.plan
         info = worker_info(
-            process.config, plan, roles=process.role.roles, incarnation=process.incarnation
+            process.config, plan, roles=self._switch.able, incarnation=process.incarnation
         )
         return WorkerService(
             lambda: formed_info(info, leader, plan),
             lambda role: self._load(role, self._start_s),
             self._role.journal,
             lambda: leader.loop.submit(self._role.ranks.flush),
+            self._switch,
         )
 
     def _add_services(self) -> None:
@@ -136,12 +143,25 @@ class LeaderServer:
 
     def serving_changed(self, reason: str, *, serving: bool) -> None:
         """Implement `PoolListener`: the reason is in the load reports."""
-        self._show_health(serving)
+        self._show_roles()
         if serving and not self._start_s:
             self._start_s = self._events.time() - self._began_s
         if self._leader.weights is not None:
             self._meters.pool.compat.info({"hash": self._leader.compatibility.digest})
         self._worker_service.changed()
+
+    def _on_switched(self) -> None:
+        self._show_roles()
+        self._worker_service.changed()
+
+    def _show_roles(self) -> None:
+        """Show by health and metrics what the pool serves."""
+        serving = self._leader.serving
+        self._show_health(serving)
+        for role, show in self._show_role.items():
+            is_active = serving and not self._switch.reason_against(role)
+            show(is_active)
+            self._meters.pool.roles.labels(role).set(is_active)
 
     def _on_settled(self) -> None:
         self._post.flush()
@@ -152,7 +172,12 @@ class LeaderServer:
         self._leader.unhealthy(reason)
 
     def _load(self, role: str = "", start_s: float = 0.0) -> pb.WorkerLoad:
-        return worker_load(self._leader, self._board.load_of(role), self._meters, start_s)
+        load = worker_load(self._leader, self._board.load_of(role), self._meters, start_s)
+        load.roles.extend(self._switch.active)
+        load.roles_epoch = self._switch.epoch
+        if load.serving and (reason := self._switch.reason_against(role)):
+            load.serving, load.reason = False, reason
+        return load
 
     async def _refresh(self) -> None:
         """Keep the gauges current."""

@@ -12,6 +12,7 @@ from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.request.entry import RankScheduler
 from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.role_switch import RoleSwitch
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.metrics import LeaderMeters, ReportingScheduler
@@ -46,6 +47,7 @@ class LeaderParts:
     meters: LeaderMeters
     post: EventPost
     registry: CollectorRegistry
+    switch: RoleSwitch
 
 
 class RoleLeader(Protocol):
@@ -75,11 +77,16 @@ class PoolRole(Protocol):
     """The differences between pools that prefill, that decode, and that do both."""
 
     name: str
-    roles: tuple[str, ...]  # prefill, decode
-    services: tuple[str, ...]  # full gRPC names, also their health names
+    services: Mapping[
+        str, str
+    ]  # full gRPC name of each role that it can serve, also its health name
     speculates: bool  # whether it verifies drafts, or only lets a draft model prefill prompts
     keeps_states: bool  # whether its prefix cache keeps recurrent states as well
     reads_prompts: bool  # whether its forwards have several tokens of a request
+
+    def first_roles(self, config: WorkerConfig) -> tuple[str, ...]:
+        """Return the roles that it serves from its start, until they are switched."""
+        ...
 
     def max_held(self, config: WorkerConfig) -> int:
         """Return how many requests may hold memory at a time when `max_running` compute."""

@@ -53,7 +53,7 @@ class PoolProcess:
     @property
     def peer_role(self) -> PeerRole:
         """Return the TLS role of this process and of the other stages of its pool."""
-        return PeerRole(self.role.roles[0])
+        return PeerRole(next(iter(self.role.services)))
 
 
 class HealthSetter:

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.loop import ENGINE_THREAD
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def start(
-    role_of: Callable[[WorkerConfig], PoolRole],
+    role: PoolRole,
     flags: dict[str, object],
     file: Path | None,
     *,
@@ -38,7 +37,6 @@ def start(
         if flags.get("log_style") == LogStyle.JSON:
             configure(level="info", style=LogStyle.JSON, role=name)
         config = load(settings, section=name, flags=flags, file=file)
-        role = role_of(config)
         configure(
             level=config.log_level,
             style=LogStyle(config.log_style),

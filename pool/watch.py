@@ -15,6 +15,7 @@ import grpc
 
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
+from pool.request.role_switch import RoleSwitch
 from pool.stage.config import WorkerConfig
 from pool.stage.metrics import LeaderMeters, SchedulerLoad
 from pool.stage.plan import StagePlan
@@ -117,7 +118,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     process ends: sooner than requested when `changed` is called, and less often while nothing runs
     and nothing changes. `info()` is sent before the first load, and again when the pool has formed.
     Changes in the journal of the prefix cache are sent before each load. `flush` empties that cache
-    and returns the number of its pages.
+    and returns the number of its pages. `switch` has the roles that the pool serves.
     """
 
     def __init__(
@@ -126,11 +127,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         load: Callable[[str], pb.WorkerLoad],
         journal: PointJournal,
         flush: Callable[[], Awaitable[int]],
+        switch: RoleSwitch,
     ) -> None:
         self._info = info
         self._load = load
         self._journal = journal
         self._flush = flush
+        self._switch = switch
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -183,6 +186,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         logger.info("the prefix cache was flushed", extra={"pages": pages})
         self.changed()
         return pb.FlushCacheResponse(pages=pages)
+
+    async def SetRoles(
+        self, request: pb.SetRolesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.SetRolesResponse:
+        self._switch.set(request.epoch, request.roles)
+        return pb.SetRolesResponse(epoch=self._switch.epoch, roles=self._switch.active)
 
 
 def _is_idle(load: pb.WorkerLoad) -> bool:

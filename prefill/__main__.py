@@ -10,7 +10,7 @@ def _start(flags: dict[str, object], file: Path | None) -> int:
     from pool.start import start
     from prefill.worker import PrefillRole
 
-    return start(lambda config: PrefillRole(), flags, file, name="prefill")
+    return start(PrefillRole(), flags, file, name="prefill")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -34,11 +35,13 @@ class PrefillRole:
     """The prefill role. Implements `pool.role.PoolRole`."""
 
     name = "prefill"
-    roles: tuple[str, ...] = ("prefill",)
-    services: tuple[str, ...] = (PREFILL_SERVICE,)
+    services: Mapping[str, str] = MappingProxyType({"prefill": PREFILL_SERVICE})
     speculates = False
     keeps_states = True
     reads_prompts = True
+
+    def first_roles(self, config: WorkerConfig) -> tuple[str, ...]:
+        return ("prefill",)
 
     def max_held(self, config: WorkerConfig) -> int:
         return config.max_running
@@ -135,6 +138,7 @@ class PrefillLeader:
                 reclaimer=parts.reclaimer,
                 meters=parts.meters,
                 post=parts.post,
+                switch=parts.switch,
                 grammars=parts.leader.grammars,
                 caches=parts.config.prefix_cache,
                 ranks=self.ranks,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\x13\n\x11\x46lushCacheRequest\"#\n\x12\x46lushCacheResponse\x12\r\n\x05pages\x18\x01 \x01(\r\"0\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\x12\x0c\n\x04role\x18\x02 \x01(\t\"\xff\x03\n\nWorkerInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x15\n\rcompatibility\x18\x06 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x07 \x01(\t\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\t \x01(\r\x12\x12\n\nnum_layers\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x13\n\x0bpages_total\x18\x0c \x01(\r\x12\x13\n\x0bslots_total\x18\r \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0e \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x0f \x01(\r\x12\x0e\n\x06stages\x18\x10 \x03(\t\x12\x18\n\x10tokenizer_digest\x18\x14 \x01(\t\x12\x1a\n\x12max_batch_requests\x18\x15 \x01(\r\x12\x13\n\x0btensor_size\x18\x16 \x01(\r\x12\x11\n\tdata_size\x18\x17 \x01(\r\x12\x15\n\reos_token_ids\x18\x18 \x03(\r\x12\x14\n\x0cwire_version\x18\x19 \x01(\r\x12\r\n\x05roles\x18\x1a \x03(\t\"\xe3\x02\n\nWorkerLoad\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x12\n\npages_free\x18\x06 \x01(\r\x12\x12\n\nslots_free\x18\x07 \x01(\r\x12\x15\n\ropen_sessions\x18\x08 \x01(\r\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x0f\n\x07start_s\x18\x0c \x01(\x01\x12\x15\n\rcache_reports\x18\r \x01(\x04\x12*\n\ndata_ranks\x18\x0e \x03(\x0b\x32\x16.baton.v1.DataRankLoad\x12\x19\n\x11local_rest_tokens\x18\x0f \x01(\r\"M\n\x0b\x43\x61\x63heReport\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05whole\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x8c\x01\n\rWatchResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfoH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoadH\x00\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x15.baton.v1.CacheReportH\x00\x42\x07\n\x05\x65vent2\x8d\x01\n\x06Worker\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponseBF\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"/\n\x0fSetRolesRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05roles\x18\x02 \x03(\t\"0\n\x10SetRolesResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05roles\x18\x02 \x03(\t\"\x13\n\x11\x46lushCacheRequest\"#\n\x12\x46lushCacheResponse\x12\r\n\x05pages\x18\x01 \x01(\r\"0\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\x12\x0c\n\x04role\x18\x02 \x01(\t\"\xff\x03\n\nWorkerInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x15\n\rcompatibility\x18\x06 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x07 \x01(\t\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\t \x01(\r\x12\x12\n\nnum_layers\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x13\n\x0bpages_total\x18\x0c \x01(\r\x12\x13\n\x0bslots_total\x18\r \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0e \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x0f \x01(\r\x12\x0e\n\x06stages\x18\x10 \x03(\t\x12\x18\n\x10tokenizer_digest\x18\x14 \x01(\t\x12\x1a\n\x12max_batch_requests\x18\x15 \x01(\r\x12\x13\n\x0btensor_size\x18\x16 \x01(\r\x12\x11\n\tdata_size\x18\x17 \x01(\r\x12\x15\n\reos_token_ids\x18\x18 \x03(\r\x12\x14\n\x0cwire_version\x18\x19 \x01(\r\x12\r\n\x05roles\x18\x1a \x03(\t\"\x87\x03\n\nWorkerLoad\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x12\n\npages_free\x18\x06 \x01(\r\x12\x12\n\nslots_free\x18\x07 \x01(\r\x12\x15\n\ropen_sessions\x18\x08 \x01(\r\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x0f\n\x07start_s\x18\x0c \x01(\x01\x12\x15\n\rcache_reports\x18\r \x01(\x04\x12*\n\ndata_ranks\x18\x0e \x03(\x0b\x32\x16.baton.v1.DataRankLoad\x12\x19\n\x11local_rest_tokens\x18\x0f \x01(\r\x12\r\n\x05roles\x18\x10 \x03(\t\x12\x13\n\x0broles_epoch\x18\x11 \x01(\x04\"M\n\x0b\x43\x61\x63heReport\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05whole\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x8c\x01\n\rWatchResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfoH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoadH\x00\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x15.baton.v1.CacheReportH\x00\x42\x07\n\x05\x65vent2\xd0\x01\n\x06Worker\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponse\x12\x41\n\x08SetRoles\x12\x19.baton.v1.SetRolesRequest\x1a\x1a.baton.v1.SetRolesResponseBF\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.worker_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\010baton.v1P\001Z\020baton/v1;batonv1\242\002\003BTN\252\002\010Baton.V1\312\002\010Baton\\V1\352\002\tBaton::V1'
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=57
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=76
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=78
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=113
-  _globals['_WATCHREQUEST']._serialized_start=115
-  _globals['_WATCHREQUEST']._serialized_end=163
-  _globals['_WORKERINFO']._serialized_start=166
-  _globals['_WORKERINFO']._serialized_end=677
-  _globals['_WORKERLOAD']._serialized_start=680
-  _globals['_WORKERLOAD']._serialized_end=1035
-  _globals['_CACHEREPORT']._serialized_start=1037
-  _globals['_CACHEREPORT']._serialized_end=1114
-  _globals['_WATCHRESPONSE']._serialized_start=1117
-  _globals['_WATCHRESPONSE']._serialized_end=1257
-  _globals['_WORKER']._serialized_start=1260
-  _globals['_WORKER']._serialized_end=1401
+  _globals['_SETROLESREQUEST']._serialized_start=57
+  _globals['_SETROLESREQUEST']._serialized_end=104
+  _globals['_SETROLESRESPONSE']._serialized_start=106
+  _globals['_SETROLESRESPONSE']._serialized_end=154
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=156
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=175
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=177
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=212
+  _globals['_WATCHREQUEST']._serialized_start=214
+  _globals['_WATCHREQUEST']._serialized_end=262
+  _globals['_WORKERINFO']._serialized_start=265
+  _globals['_WORKERINFO']._serialized_end=776
+  _globals['_WORKERLOAD']._serialized_start=779
+  _globals['_WORKERLOAD']._serialized_end=1170
+  _globals['_CACHEREPORT']._serialized_start=1172
+  _globals['_CACHEREPORT']._serialized_end=1249
+  _globals['_WATCHRESPONSE']._serialized_start=1252
+  _globals['_WATCHRESPONSE']._serialized_end=1392
+  _globals['_WORKER']._serialized_start=1395
+  _globals['_WORKER']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

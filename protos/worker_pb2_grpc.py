@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.SetRoles = channel.unary_unary(
+                '/baton.v1.Worker/SetRoles',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -64,6 +69,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRoles(self, request, context):
+        """Makes a worker that can serve several roles serve these. Requests that run go on to their end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'SetRoles': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRoles,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +149,33 @@ class Worker:
             '/baton.v1.Worker/FlushCache',
             baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRoles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/SetRoles',
+            baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
             options,
             channel_credentials,
             insecure,

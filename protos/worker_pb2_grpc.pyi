@@ -37,6 +37,8 @@ class WorkerStub:
     """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]
     """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end."""
+    SetRoles: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRolesRequest, _worker_pb2.SetRolesResponse]
+    """Makes a worker that can serve several roles serve these. Requests that run go on to their end."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -47,6 +49,8 @@ class WorkerAsyncStub(WorkerStub):
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end."""
+    SetRoles: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRolesRequest, _worker_pb2.SetRolesResponse]  # type: ignore[assignment]
+    """Makes a worker that can serve several roles serve these. Requests that run go on to their end."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,5 +70,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.FlushCacheResponse, _abc.Awaitable[_worker_pb2.FlushCacheResponse]]:
         """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end."""
+
+    @_abc_1.abstractmethod
+    def SetRoles(
+        self,
+        request: _worker_pb2.SetRolesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRolesResponse, _abc.Awaitable[_worker_pb2.SetRolesResponse]]:
+        """Makes a worker that can serve several roles serve these. Requests that run go on to their end."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

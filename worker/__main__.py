@@ -9,9 +9,9 @@ from worker.config import RolesConfig
 def _start(flags: dict[str, object], file: Path | None) -> int:
     # Torch is imported here, after --help is handled and the environment is prepared.
     from pool.start import start
-    from worker.role import role_of
+    from worker.role import AggregatedRole
 
-    return start(role_of, flags, file, name="worker", settings=RolesConfig)
+    return start(AggregatedRole(), flags, file, name="worker", settings=RolesConfig)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ class RolesConfig(WorkerConfig):
 
     roles: str = Field(
         default=",".join(ROLES),
-        description="what the worker does: prefill, decode or prefill,decode",
+        description="what the worker does until it is switched: prefill, decode or prefill,decode",
     )
     max_step_s: float = Field(
         default=0.0,

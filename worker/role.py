@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeEmitter
@@ -11,7 +12,6 @@ from decode.scheduler import DecodeScheduler
 from decode.worker import (
     DECODE_SERVICE,
     DecodeLeader,
-    DecodeRole,
     adaptive_draft,
     decode_limits,
     is_finished,
@@ -23,7 +23,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stage_executor import LayerObserver
 from pool.prefix.journal import PointJournal
 from pool.request.entry import DataRanks
-from pool.role import LeaderParts, PoolRole
+from pool.role import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.metrics import ReportingScheduler
@@ -33,7 +33,6 @@ from prefill.scheduler import PrefillScheduler
 from prefill.worker import (
     PREFILL_SERVICE,
     PrefillLeader,
-    PrefillRole,
     prefill_limits,
     prompt_rule,
 )
@@ -47,22 +46,20 @@ from worker.config import RolesConfig
 from worker.scheduler import AggregatedScheduler, OwnPrompts
 
 
-def role_of(config: WorkerConfig) -> PoolRole:
-    """Return the role of a worker that names its roles."""
-    assert isinstance(config, RolesConfig)
-    roles: Mapping[str, type[PoolRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
-    return roles.get(config.roles, AggregatedRole)()
-
-
 class AggregatedRole:
-    """Both roles in one pool. Implements `pool.role.PoolRole`."""
+    """Both roles in one pool, which serves one of them or both. Implements `pool.role.PoolRole`."""
 
     name = "worker"
-    roles: tuple[str, ...] = ("prefill", "decode")
-    services: tuple[str, ...] = (PREFILL_SERVICE, DECODE_SERVICE)
+    services: Mapping[str, str] = MappingProxyType(
+        {"prefill": PREFILL_SERVICE, "decode": DECODE_SERVICE}
+    )
     speculates = True
     keeps_states = True
     reads_prompts = True
+
+    def first_roles(self, config: WorkerConfig) -> tuple[str, ...]:
+        assert isinstance(config, RolesConfig)
+        return tuple(config.roles.split(","))
 
     def max_held(self, config: WorkerConfig) -> int:
         """Return the number of requests that may hold memory: prompts, and requests of decode."""

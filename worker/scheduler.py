@@ -24,6 +24,7 @@ from engine.core.draft_trees import NO_TREE
 from engine.core.request import Request, SampledToken
 from engine.loop import Scheduler
 from engine.memory.integrity import check_integrity
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
@@ -206,6 +207,14 @@ class AggregatedScheduler:
         self.prefill.budget_tokens = self._budget_tokens
         # Preempted requests resume before another prompt takes memory.
         self.prefill.may_start = lambda: self.decode.load().queued_requests == 0
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self.prefill.pages
+
+    @property
+    def slots(self) -> SlotAllocator:
+        return self.prefill.slots
 
     @property
     def cache(self) -> PromptCache:

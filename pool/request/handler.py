@@ -20,6 +20,7 @@ from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, TransferSession
 from pool.pipeline.leader import Leader
 from pool.request.conversion import check_grammar, request_from_proto
+from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from protos import types_pb2
@@ -202,6 +203,7 @@ class RequestParts:
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
     post: EventPost
+    switch: RoleSwitch
     grammars: GrammarCheck | None = None
     caches: bool = False  # whether the pool has a prefix cache
 
@@ -244,12 +246,13 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
     """Validate a request message and return the request.
 
     Raises:
-        UnavailableError: the pool does not serve.
+        UnavailableError: the pool does not serve, or not this role.
         InvalidRequestError: every field that the pool cannot serve.
     """
     rebind(request_id=message.request_id)
     if not parts.leader.serving:
         raise UnavailableError(f"the {role} pool does not serve: {parts.leader.reason}")
+    parts.switch.check(role)
     request = request_from_proto(
         message,
         vocab_size=parts.plan.description.facts.vocab_size,

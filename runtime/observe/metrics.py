@@ -500,6 +500,7 @@ class PoolMetrics:
     pages_held: Gauge
     leases: Gauge
     imbalances: Counter
+    roles: Gauge
     cache_config: Info
     compat: Info
 
@@ -524,6 +525,12 @@ class PoolMetrics:
             ),
             imbalances=_counter(
                 registry, "kv_imbalances", "Broken invariants, such as pages without an owner."
+            ),
+            roles=_gauge(
+                registry,
+                "pool_roles",
+                "Whether the pool takes requests of a role that it can serve (1) or not (0).",
+                "role",
             ),
             cache_config=_info(
                 registry,

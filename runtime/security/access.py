@@ -87,6 +87,7 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Decode/Serve": Access.ROUTER,
     "/baton.v1.Worker/Watch": Access.WATCHER,
     "/baton.v1.Worker/FlushCache": Access.WATCHER,
+    "/baton.v1.Worker/SetRoles": Access.WATCHER,
     "/baton.v1.Pipeline/Join": Access.POOL,
 }
 # Services of other packages. A row for a method overrides the row of its service.

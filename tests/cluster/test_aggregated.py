@@ -4,12 +4,15 @@ pools of one role."""
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from baton.values import Completion
+from baton.roles import set_roles
+from baton.values import ClusterStatus, Completion
 from engine.core.request import Request
+from runtime.security.access import PLAIN_CHANNEL
 from tests.cluster.test_rolling import LOST, address_of, busy, migrations
 from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
@@ -114,3 +117,46 @@ async def test_a_killed_worker_s_requests_go_on_at_the_other(
         await running.cluster.wait_serving(timeout_s=60)
         await running.until_clean()
         assert [shown(each) for each in await complete(running, questions)] == expected
+
+
+def has_roles(wanted: set[tuple[str, str]], status: ClusterStatus) -> bool:
+    """Return whether the workers serve these roles: pairs of an address and its roles."""
+    serving = {
+        (worker.address, worker.role): worker.serving and not worker.reason
+        for worker in status.workers
+    }
+    return all(
+        serving[address, role] is (role in roles.split(","))
+        for address, roles in wanted
+        for role in ("prefill", "decode")
+    )
+
+
+async def test_roles_are_switched_under_load(checkpoint: Path, reference: Reference) -> None:
+    """Every few requests another layout: no request fails, waits long, or differs in a bit."""
+    questions = make_questions(12, seed=17, max_prompt=200, max_tokens=60)
+    expected = on_the_wire(reference.answers(questions))
+    both, layouts = (
+        "prefill,decode",
+        [
+            ("prefill", "decode"),
+            ("prefill,decode", "decode"),
+            ("decode", "prefill"),
+            ("prefill,decode", "prefill,decode"),
+        ],
+    )
+    async with running_cluster(checkpoint, prefill=0, decode=0, worker=2) as running:
+        addresses = [address_of(running, name) for name in ("worker-0", "worker-1")]
+        for layout in layouts:
+            under_way = asyncio.create_task(complete(running, questions))
+            await asyncio.sleep(0.05)
+            # The roles that are added come first, so that there is always a pair.
+            for added in (True, False):
+                for address, roles in zip(addresses, layout, strict=True):
+                    wanted = both if added else roles
+                    await set_roles(address, wanted.split(","), PLAIN_CHANNEL)
+            assert [shown(each) for each in await under_way] == expected
+            serving = set(zip(addresses, layout, strict=True))
+            await running.until(partial(has_roles, serving), f"the roles {layout}", timeout_s=2)
+            assert [shown(each) for each in await complete(running, questions)] == expected
+        await running.until_clean()

@@ -229,8 +229,8 @@ def test_ucx_is_bound_to_the_ports_that_are_open(
 def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) -> None:
     expected = {
         "router": ROUTER_SERVICE,
-        "prefill": PrefillRole().services[0],
-        "decode-leader": DecodeRole().services[0],
+        "prefill": PrefillRole().services["prefill"],
+        "decode-leader": DecodeRole().services["decode"],
         "decode-worker": PIPELINE_SERVICE,
     }
     for pod in pod_kinds(documents):

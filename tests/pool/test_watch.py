@@ -19,6 +19,7 @@ from engine.pipeline.results import StepResult, StepResults
 from engine.pipeline.step_plan import RankBatches
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
+from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import WatchContext, WorkerService, worker_load
 from prefill.prompts import PrefillLimits
@@ -79,6 +80,7 @@ async def test_load_reports_wait_for_no_step() -> None:
         lambda role: worker_load(leader, board.load, meters),
         PointJournal(),
         no_cache,
+        RoleSwitch((), ()),
     )
     loop.start()
     try:
@@ -130,7 +132,9 @@ def test_waiting_times_grow_between_two_publications() -> None:
 
 @pytest.mark.parametrize("interval_s", [0.0, 61.0])
 async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
-    service = WorkerService(pb.WorkerInfo, lambda role: pb.WorkerLoad(), PointJournal(), no_cache)
+    service = WorkerService(
+        pb.WorkerInfo, lambda role: pb.WorkerLoad(), PointJournal(), no_cache, RoleSwitch((), ())
+    )
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
         await anext(
             aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(WatchContext, None)))

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from pool.prefix.journal import PointJournal
+from pool.request.role_switch import RoleSwitch
 from pool.watch import WorkerService
 from protos import worker_pb2 as pb
 from runtime.errors import InvalidRequestError
@@ -15,6 +16,8 @@ IDLE, BUSY = (
     pb.WorkerLoad(serving=True, pages_free=9),
     pb.WorkerLoad(serving=True, pages_free=8, running_requests=1),
 )
+
+DECODES = RoleSwitch(("decode",), ("decode",))
 
 
 class Loads:
@@ -44,7 +47,10 @@ async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(
 ) -> None:
     loads = Loads(load)
     reports = watch(
-        WorkerService(lambda: pb.WorkerInfo(role="decode"), loads, PointJournal(), no_cache), 0.05
+        WorkerService(
+            lambda: pb.WorkerInfo(role="decode"), loads, PointJournal(), no_cache, DECODES
+        ),
+        0.05,
     )
     assert (await anext(reports)).info.role == "decode"
     assert (await anext(reports)).load == load
@@ -55,7 +61,7 @@ async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(
 
 async def test_a_change_is_reported_at_the_next_look() -> None:
     loads = Loads(IDLE)
-    reports = watch(WorkerService(pb.WorkerInfo, loads, PointJournal(), no_cache), 0.05)
+    reports = watch(WorkerService(pb.WorkerInfo, loads, PointJournal(), no_cache, DECODES), 0.05)
     await anext(reports)
     await anext(reports)
     loads.load = pb.WorkerLoad(serving=True, pages_free=5)
@@ -65,7 +71,7 @@ async def test_a_change_is_reported_at_the_next_look() -> None:
 
 async def test_readiness_does_not_wait_for_the_interval() -> None:
     loads = Loads(IDLE)
-    service = WorkerService(pb.WorkerInfo, loads, PointJournal(), no_cache)
+    service = WorkerService(pb.WorkerInfo, loads, PointJournal(), no_cache, DECODES)
     reports = watch(service, 60.0)
     await anext(reports)
     await anext(reports)
@@ -79,7 +85,9 @@ async def test_readiness_does_not_wait_for_the_interval() -> None:
 async def test_an_interval_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"interval_s.*0\.05 to 60"):
         await anext(
-            watch(WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal(), no_cache), 0.01)
+            watch(
+                WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal(), no_cache, DECODES), 0.01
+            )
         )
 
 
@@ -87,7 +95,7 @@ async def test_prefix_cache_changes_are_sent_before_the_load() -> None:
     journal = PointJournal()
     points = {b"a" * 16}
     journal.follow(points)
-    reports = watch(WorkerService(pb.WorkerInfo, Loads(IDLE), journal, no_cache), 0.05)
+    reports = watch(WorkerService(pb.WorkerInfo, Loads(IDLE), journal, no_cache, DECODES), 0.05)
     assert (await anext(reports)).HasField("info")
     assert (await anext(reports)).cache == pb.CacheReport(number=0, whole=True, stored=b"a" * 16)
     assert (await anext(reports)).load.cache_reports == 1

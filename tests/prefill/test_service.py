@@ -24,6 +24,7 @@ from pool.pipeline.membership import StageLink
 from pool.request import router_call
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from pool.stage.pool_size import PoolSize
@@ -122,6 +123,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
             reclaimer=reclaimer,
             meters=LeaderMeters.create(CollectorRegistry(), geometry),
             post=post,
+            switch=RoleSwitch(("prefill",), ("prefill",)),
             chunk_tokens=8,
         ),
         call_tracker(),

@@ -84,7 +84,7 @@ async def cluster_in_process(
                     }
                 )
                 leader = await _start_pool(role, pool, folder, tasks, stop)
-                leaders |= dict.fromkeys(role.roles, leader)
+                leaders |= dict.fromkeys(role.services, leader)
             config = RouterConfig.model_validate(
                 {
                     "model": checkpoint,

@@ -26,6 +26,7 @@ from pool.pipeline.leader import Leader
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from pool.stage.pool_size import PoolSize
@@ -280,6 +281,7 @@ async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
         reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
         meters=LeaderMeters.create(registry, geometry),
         post=post,
+        switch=RoleSwitch(("decode",), ("decode",)),
         arrivals=ArrivalMetrics.create(registry),
         caches=caches,
     )

@@ -15,8 +15,9 @@ from engine.pipeline.results import StepFailed
 from prefill.scheduler import PrefillScheduler
 from runtime.observe.metrics import CacheMetrics
 from tests.support.pool.token_memory import TokenMemory
+from worker.scheduler import AggregatedScheduler
 
-SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
+SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler, AggregatedScheduler)
 
 
 class CacheRig(Generic[SchedulerT]):

@@ -25,7 +25,7 @@ def hang(
 StageExecutor.run = hang  # type: ignore[method-assign,assignment]
 sys.exit(
     start(
-        lambda config: PrefillRole(),
+        PrefillRole(),
         {
             "model": Path(sys.argv[1]),
             "announce": Path(sys.argv[2]),

@@ -111,6 +111,11 @@ class CachelessWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.FlushCacheResponse:
         return worker_pb2.FlushCacheResponse()
 
+    async def SetRoles(
+        self, request: worker_pb2.SetRolesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.SetRolesResponse:
+        return worker_pb2.SetRolesResponse(epoch=request.epoch, roles=request.roles)
+
 
 class FakeWorker(CachelessWorker):
     """Server, watch stream, hooks and accounting of both roles."""
