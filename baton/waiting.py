@@ -29,7 +29,7 @@ _SERVICES = {
     "router": "baton.v1.Generation",
     "prefill": "baton.v1.Prefill",
     "decode": "baton.v1.Decode",
-    "worker": "baton.v1.Decode",
+    "worker": "baton.v1.Worker",  # whatever its present roles are
 }
 ROLES = {"prefill", "decode"}
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"

@@ -3,6 +3,7 @@ pools of one role."""
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from baton.roles import set_roles
 from baton.values import ClusterStatus, Completion
 from engine.core.request import Request
+from runtime.errors import UnavailableError
 from runtime.security.access import PLAIN_CHANNEL
 from tests.cluster.test_rolling import LOST, address_of, busy, migrations
 from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
@@ -159,4 +161,56 @@ async def test_roles_are_switched_under_load(checkpoint: Path, reference: Refere
             serving = set(zip(addresses, layout, strict=True))
             await running.until(partial(has_roles, serving), f"the roles {layout}", timeout_s=2)
             assert [shown(each) for each in await complete(running, questions)] == expected
+        await running.until_clean()
+
+
+LAYOUTS = [
+    ("prefill", "decode", "prefill,decode"),
+    ("decode", "prefill,decode", "prefill"),
+    ("prefill,decode", "prefill", "decode"),
+    ("decode", "prefill", "prefill,decode"),
+]
+
+
+@pytest.mark.long
+async def test_workers_are_killed_while_roles_are_switched(
+    checkpoint: Path, reference: Reference
+) -> None:
+    """Nothing is lost, wrong or leaked; a killed worker comes back with both roles."""
+    questions = make_questions(12, seed=23, max_prompt=200, max_tokens=80)
+    expected = on_the_wire(reference.answers(questions))
+    over = asyncio.Event()
+    async with running_cluster(checkpoint, prefill=0, decode=0, worker=3) as running:
+        names = ["worker-0", "worker-1", "worker-2"]
+        addresses = [address_of(running, name) for name in names]
+        answers: list[asyncio.Task[bool]] = []
+
+        async def asked(index: int) -> bool:
+            which = index % len(questions)
+            query = replace(as_query(questions[which]), request_id=f"r{index}")
+            return shown(await running.client.complete(query, timeout_s=60)) == expected[which]
+
+        async def steadily() -> None:
+            while not over.is_set():
+                answers.append(asyncio.create_task(asked(len(answers))))
+                await asyncio.sleep(0.1)
+
+        async def switch(layout: Sequence[str]) -> None:
+            """Switch the workers that are there, one after the other."""
+            for address, roles in zip(addresses, layout, strict=True):
+                with suppress(UnavailableError):
+                    await set_roles(address, roles.split(","), PLAIN_CHANNEL)
+
+        load = asyncio.create_task(steadily())
+        for turn in range(8):
+            await switch(LAYOUTS[turn % len(LAYOUTS)])
+            await asyncio.sleep(1.0)
+            running.cluster.processes[names[turn % len(names)]].kill()
+            await asyncio.sleep(1.5)
+            await running.cluster.wait_serving(timeout_s=60)
+        over.set()
+        await load
+        assert all(await asyncio.gather(*answers))
+        assert len(answers) > 100
+        await switch(["prefill,decode"] * 3)
         await running.until_clean()
