@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import typer
 from pydantic import ConfigDict, Field, SkipValidation
@@ -11,11 +11,12 @@ from pydantic import ConfigDict, Field, SkipValidation
 from baton.client import DEFAULT_TARGET
 from baton.fork_server import HERE, ForkServer, ProcessPlaces
 from baton.gateway import check_can_serve
-from baton.preflight import PROGRAMS, PoolShape, check_partition
+from baton.preflight import PROGRAMS, PoolShape, check_partition, leaves_room
 from runtime.config import Config, parse_address
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
 from runtime.observe.log import LogStyle
+from runtime.process.host_memory import HostMemory, host_memory
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
 _MAX_PROCESSES = 64
@@ -172,6 +173,27 @@ class ClusterConfig(ClusterSettings):
         if self.aggregated:
             return {"prefill": 0, "decode": 0, "worker": max(self.worker, 1)}
         return {program: getattr(self, program) for program in PROGRAMS}
+
+    def fitted(self, memory: HostMemory | None = None) -> Self:
+        """Return these settings, with one pool of both roles where two pools find no room.
+
+        Applies to the default layout on the host only, if one pool fits. `memory` is that of this
+        machine by default.
+        """
+        of_layout = [name for name in ClusterSettings.model_fields if name.startswith(PROGRAMS)]
+        is_default = all(
+            getattr(self, name) == ClusterSettings.model_fields[name].default
+            for name in (*of_layout, "aggregated", "memory_mb", "config_file")
+        )
+        if not is_default or "--device" in self.worker_flags:
+            return self
+        memory = memory or host_memory()
+        aggregated = self.model_copy(update={"aggregated": True})
+        if leaves_room(self.shapes, self.model, memory) or not leaves_room(
+            aggregated.shapes, self.model, memory
+        ):
+            return self
+        return aggregated
 
     @property
     def own_style(self) -> LogStyle:

@@ -28,24 +28,33 @@ REPORT_S = 0.1  # workers report four times a second
 
 
 async def run_demo(console: Console, fork_server: ForkServer | None) -> None:
-    """Run one question through a cluster and show the timings.
+    """Run one question through two clusters and show the timings.
 
-    The cluster has a router, a prefill worker and a decode pool of two stages. The workers are
-    forks of `fork_server`, or of one that belongs to the cluster.
+    The first one has a router, a prefill worker and a decode pool of two stages, the second one a
+    router and a worker of both roles. The workers are forks of `fork_server`, or of one that
+    belongs to the cluster.
 
     Raises:
         BatonError: a process cannot start, or the response is late or wrong.
     """
-    started = time.monotonic()
     config = ClusterConfig(
         model=demo_model(), decode_pp=2, listen="127.0.0.1:0", fork_server=fork_server
     )
     console.print("starting a router, a prefill worker and a decode pool of two stages")
+    await _run(config, console, "prefill read every word, and the cache crossed to decode")
+    config = config.model_copy(update={"decode_pp": 1, "aggregated": True})
+    console.print("\nthe same with one worker that prefills and decodes")
+    await _run(config, console, "the worker went on where it had read the prompt")
+
+
+async def _run(config: ClusterConfig, console: Console, explanation: str) -> None:
+    """Ask a cluster, and show its state at rest."""
+    started = time.monotonic()
     printer = QuietPrinter(console)
     cluster = LocalCluster(config, sink=StartPrinter(printer, own="baton"))
     async with cluster, AsyncBatonClient(cluster.address) as client:
         console.print(f"serving on {cluster.address} after {time.monotonic() - started:.1f} s\n")
-        await _ask(client, console)
+        await _ask(client, console, explanation)
         console.print(status_view(await status_at_rest(client)))
         printer.mute()
 
@@ -61,7 +70,7 @@ async def status_at_rest(client: AsyncBatonClient) -> ClusterStatus:
     return status
 
 
-async def _ask(client: AsyncBatonClient, console: Console) -> None:
+async def _ask(client: AsyncBatonClient, console: Console, explanation: str) -> None:
     query = Query(
         (ChatMessage("user", f"{STORY} {QUESTION}"),),
         Sampling(temperature=0.0),
@@ -90,5 +99,5 @@ async def _ask(client: AsyncBatonClient, console: Console) -> None:
         raise InternalError(
             f"the right answer is {ANSWER!r}, the cluster returned {completion.text.strip()!r}"
         )
-    console.print("right: prefill read every word, and the cache crossed to decode\n")
+    console.print(f"right: {explanation}\n")
     console.print(timings_table(completion, ttft_s=ttft_s or 0.0))

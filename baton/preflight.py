@@ -268,6 +268,13 @@ def memory_flags(
     return {shape.role: () if _has_own(shape, tables) else flags[shape.role] for shape in shapes}
 
 
+def leaves_room(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) -> bool:
+    """Return whether weights and processes of these pools leave memory for caches on the host."""
+    weights = sum(shape.count for shape in shapes) * loaded_bytes(model)
+    processes = sum(shape.num_processes for shape in shapes) * PROCESS_BYTES
+    return weights + processes < HOST_SHARE * memory.available_bytes
+
+
 def _host_bytes(
     shapes: Sequence[PoolShape], model: Path, memory: HostMemory, *, may_be_none: bool
 ) -> int:

@@ -135,6 +135,13 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
     if settings.log_level == "debug":
         printer.ready()
     settings.check()
+    fitted = settings.fitted()
+    if fitted is not settings:
+        say(
+            "memory is short for two copies of the weights: starting one pool of both roles "
+            "(--aggregated)"
+        )
+        settings = fitted
     await check_settings(settings)
     async with LocalCluster(settings, sink=printer) as cluster:
         printer.ready()

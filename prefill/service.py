@@ -293,6 +293,10 @@ class PrefillHandler:
                 "a stage of the prefill pool was lost after this prompt had started"
             )
         if message.in_place:
+            if not self._parts.may_decode:
+                raise InvalidRequestError(
+                    FieldViolation("destination.in_place", "this pool does not decode")
+                )
             self._is_in_place = True
             self._leave_in_place()
             return

@@ -120,7 +120,6 @@ class StageGraphs:
     """
 
     plans_share_memory = True
-    observer = None  # the layers of a captured forward cannot be observed one by one
 
     def __init__(
         self,
@@ -131,8 +130,14 @@ class StageGraphs:
         buckets: Sequence[GraphBucket],
         capture: Capture,
         device: torch.device,
+        observer: Callable[[ForwardBatch, int], None] | None = None,
     ) -> None:
-        """Reserve memory for all buckets. `capture_all` captures them."""
+        """Reserve memory for all buckets. `capture_all` captures them.
+
+        `observer` is for layers of prompts only. It is never called, because prompts are not
+        captured.
+        """
+        self.observer = observer
         self._model = model
         self._attention = attention
         self._recurrent = recurrent

@@ -30,6 +30,7 @@ def build_graphs(
     model: StageModel,
     backends: StageBackends,
     speculation: SpeculationConfig | None,
+    observer: LayerObserver | None = None,
 ) -> StageGraphs | None:
     """Capture the decode and verify steps of up to `max_running` rows.
 
@@ -56,6 +57,7 @@ def build_graphs(
         buckets=buckets,
         capture=parts.capture,
         device=parts.device,
+        observer=observer,
     )
     graphs.capture_all()
     return graphs

@@ -92,7 +92,10 @@ def build_stage(
         config, pools, backends.device, incarnation, on_event=on_event, on_refused=on_refused
     )
     observer = observe_layers(agent, layer_mark(backends.device))
-    graphs = _build_replays(config, plan, model, runs_on, backends.device, observer)
+    # Pools that only prefill have nothing to capture.
+    device = backends.device
+    captures = device == HOST or speculates
+    graphs = _build_replays(config, plan, model, runs_on, device, observer) if captures else None
     executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
@@ -147,10 +150,8 @@ def _build_replays(
     """Record the steps of a stage on the host, or capture its graphs on a device."""
     if device == HOST:
         return build_host_steps(config, plan.description, model, runs_on, observer)
-    if observer is not None:  # an observer cannot be called from a captured graph
-        return None
     speculation = plan.speculation.config if plan.speculation is not None else None
-    return build_graphs(config, plan.description, model, runs_on, speculation)
+    return build_graphs(config, plan.description, model, runs_on, speculation, observer)
 
 
 def _stage_weights(

@@ -24,6 +24,8 @@ def test_the_demo_gives_the_right_answer() -> None:
     assert "Near the library Ivan hid a red notebook.\n\nright:" in done.stdout
     assert "KV transfer time not overlapped with prefill" in done.stdout
     assert "├ 0-4 ┼ 4-8 ┤" in done.stdout, "decode has two stages"
+    _, _, aggregated = done.stdout.partition("the same with one worker that prefills and decodes")
+    assert "Near the library Ivan hid a red notebook.\n\nright:" in aggregated
 
 
 @pytest.mark.long

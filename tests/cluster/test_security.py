@@ -8,10 +8,16 @@ import grpc
 import pytest
 
 from baton.client import AsyncBatonClient
+from baton.roles import set_roles
 from baton.values import Query, Sampling, Stop
 from engine.core.request import Request, SamplingParams
 from protos import decode_pb2_grpc, pipeline_pb2_grpc, prefill_pb2_grpc
-from runtime.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from runtime.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from runtime.rpc.client import open_channel
 from runtime.rpc.status import error_from_rpc
 from runtime.security.access import ChannelSecurity
@@ -33,8 +39,9 @@ ROLES = ("router", "prefill", "decode")
 def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
     """Write the configuration file of all roles and the files it names."""
     lines = []
-    for role in ROLES:
-        files = authority.files(folder / role, role)
+    for role in (*ROLES, "worker"):
+        names = ("prefill", "decode") if role == "worker" else (role,)
+        files = authority.files(folder / role, *names)
         lines += [
             f"[{role}]",
             f'tls_ca = "{files.ca}"',
@@ -109,6 +116,45 @@ async def test_a_cluster_under_mutual_tls_and_tokens(
         await rotate_under_load(
             running.client, [token_id for token_id, _ in expected], tmp_path, old, new
         )
+        await running.until_clean()
+
+
+async def test_a_worker_of_both_roles_shows_both_and_an_operator_switches_it(
+    checkpoint: Path, reference: Reference, tmp_path: Path
+) -> None:
+    authority = Authority("one")
+    token = tmp_path / "token"
+    token.write_text("the-token-of-this-test\n")
+    flags = ("--config", str(settings(tmp_path, authority, token)))
+    operator = ChannelSecurity(authority.store(tmp_path / "operator", "operator"))
+    client_files = authority.store(tmp_path / "client", "client")
+    async with running_cluster(
+        checkpoint,
+        prefill=0,
+        decode=0,
+        worker=1,
+        worker_pp=2,
+        worker_flags=flags,
+        router_flags=flags,
+        security=operator,
+        client_security=ChannelSecurity(client_files, OwnToken(token)),
+    ) as running:
+        ((*expected,),) = reference.answers(
+            [Request("r", PROMPT, NUM_TOKENS, SamplingParams(temperature=0))]
+        )
+        answer = await running.client.complete(QUERY, timeout_s=60)
+        assert list(answer.token_ids) == [token_id for token_id, _ in expected]
+        announcement = running.cluster.processes["worker-0.0"].announcement
+        assert announcement is not None
+        with pytest.raises(PermissionDeniedError):
+            await set_roles(announcement.address, ["decode"], ChannelSecurity(client_files))
+        assert await set_roles(announcement.address, ["decode"], operator) == ("decode",)
+        both = ["decode", "prefill"]
+        assert await set_roles(announcement.address, both, operator) == ("prefill", "decode")
+        with pytest.raises(InvalidRequestError, match="roles: must be among prefill, decode"):
+            await set_roles(announcement.address, ["router"], operator)
+        answer = await running.client.complete(QUERY, timeout_s=60)
+        assert list(answer.token_ids) == [token_id for token_id, _ in expected]
         await running.until_clean()
 
 

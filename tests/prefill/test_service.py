@@ -40,6 +40,7 @@ from runtime.errors import (
     CapacityError,
     DeadlineError,
     HandoffError,
+    InvalidRequestError,
     PeerLostError,
     UnavailableError,
 )
@@ -204,6 +205,20 @@ async def test_destination_terms_for_a_broken_pool_end_the_request(
         pages, slots = pools.scheduler.pages, pools.scheduler.slots
         assert (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
         assert pools.complaints == []
+
+
+async def test_a_pool_that_does_not_decode_keeps_no_prompt_in_place() -> None:
+    """Otherwise it would report as sent what nobody received."""
+    async with sending_pool() as pools:
+        stream = prefill_call(pools.service.Serve).open(opening())
+        async with asyncio.timeout(60):
+            while stream.events.empty():
+                await pools.loop.submit(pools.scheduler.next_batch)
+        assert (await stream.next()).started.terms.request_key == 0
+        destination = transfer_pb2.DestinationTerms(session_id="s", in_place=True)
+        stream.send(pb.PrefillInput(destination=destination))
+        with pytest.raises(InvalidRequestError, match="in_place: this pool does not decode"):
+            await stream.ended()
 
 
 OPEN, COMPLETE, DRAINED = (
