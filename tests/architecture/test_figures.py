@@ -441,6 +441,18 @@ WORDS = [
     (PREFIX, "in the last half minute", "decode/step_meter.py:PACE_MEMORY_S", 30),
     (PREFIX, "must begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
     (
+        "docs/roles.md",
+        "about twice as long as a decode step by default",
+        "worker/chunk_budget.py:STEP_RATIO",
+        2.0,
+    ),
+    (
+        "docs/roles.md",
+        "at most a quarter of its capacity busier",
+        "router/workers/placement.py:MOST_EXCESS",
+        0.25,
+    ),
+    (
         "docs/parallel.md",
         "If a rank would receive a megabyte or more",
         "models/blocks/linear.py:SHARED_OUT_BYTES",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.roles import set_roles
-from baton.values import ClusterStatus, Completion
+from baton.values import ClusterStatus, Completion, Query, Sampling, Stop
 from engine.core.request import Request
 from runtime.errors import UnavailableError
 from runtime.security.access import PLAIN_CHANNEL
@@ -20,6 +20,7 @@ from tests.support.cluster.clusters import RunningCluster, running_cluster, samp
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
+from tests.support.models.published import QWEN3_0_6B, write_published
 
 QUESTIONS = make_questions(8)
 
@@ -214,3 +215,26 @@ async def test_workers_are_killed_while_roles_are_switched(
         assert len(answers) > 100
         await switch(["prefill,decode"] * 3)
         await running.until_clean()
+
+
+@pytest.mark.long
+async def test_a_worker_of_both_roles_takes_half_of_a_pair_s_memory(tmp_path: Path) -> None:
+    """In the smallest published shape, with the same memory for the cache of each pool."""
+    model = write_published(tmp_path / "model", "Qwen3Config", QWEN3_0_6B, has_weights=True)
+    taken = {}
+    for name, count in (("pair", 0), ("one", 1)):
+        flags = ("--memory-mb", "256", "--max-context", "1024")
+        async with running_cluster(
+            model, prefill=1 - count, decode=1 - count, worker=count, worker_flags=flags
+        ) as running:
+            query = Query(
+                tuple(range(3, 400)),
+                Sampling(temperature=0),
+                Stop(max_tokens=8, ignore_eos=True),
+                skip_text=True,
+            )
+            await running.client.complete(query, timeout_s=60)
+            await running.until_clean()
+            sizes = running.resident_bytes()
+        taken[name] = sum(size for process, size in sizes.items() if process != "router")
+    assert taken["one"] <= 0.55 * taken["pair"], taken
