@@ -38,7 +38,7 @@ from pool.prefix.cache import PrefixCache
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import EntryOwner, EntryTable
-from pool.request.entry_state import EntryState
+from pool.request.entry_state import FAILED_STATES, RELEASED_STATES, EntryState
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import NO_DEADLINE, Clock, Deadline
 from runtime.errors import CapacityError, DeadlineError
@@ -244,9 +244,9 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
             ):
                 outcome = next(verified) if self.limits.speculates else outcome
                 tokens = [next(generated) for _ in outcome.accepted]
-            if entry.state.is_released:
+            if entry.state in RELEASED_STATES:
                 self.release(key)
-            elif entry.state.has_failed:
+            elif entry.state in FAILED_STATES:
                 continue  # already failed; this step was prepared before
             elif result.error is not None:
                 self._fail(entry, result.error)

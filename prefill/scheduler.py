@@ -31,7 +31,7 @@ from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import EntryOwner, EntryTable
-from pool.request.entry_state import EntryStep
+from pool.request.entry_state import FAILED_STATES, RELEASED_STATES, EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.chunks import chunk_of, chunk_row
 from prefill.prompts import (
@@ -170,7 +170,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
-            had_failed = entry.state.has_failed
+            had_failed = entry.state in FAILED_STATES
             if result.error is not None:
                 # Also for a released entry: nothing computed after the failure is cached.
                 entry.step(EntryStep.FAIL)
@@ -180,7 +180,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             token, draft = None, NO_TREE
             if sampling is not None and result.error is None:
                 token, draft = next(tokens), next(verified, NOT_VERIFIED).draft
-            if entry.state.is_released:
+            if entry.state in RELEASED_STATES:
                 self.release(key)
                 continue
             if had_failed:
@@ -363,7 +363,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
 
         Caches nothing after a failed batch, because later tokens were computed from its pages.
         """
-        if entry.pages is not None and not entry.state.has_failed:
+        if entry.pages is not None and entry.state not in FAILED_STATES:
             self.cache.keep(entry, entry.pages.page_ids, num_tokens)
 
     def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:

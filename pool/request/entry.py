@@ -9,7 +9,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.request import Request
 from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease
 from pool.prefix.cache import PrefixCache
-from pool.request.entry_state import ENTRY_TRANSITIONS, EntryState, EntryStep
+from pool.request.entry_state import ENTRY_TRANSITIONS, RELEASED_STATES, EntryState, EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import NO_DEADLINE, Deadline
 from runtime.errors import BatonError, CapacityError, InternalError
@@ -197,7 +197,7 @@ class EntryOwner(ABC, Generic[EntryT]):
         self.cache.clear()  # a replaced stage comes with empty memory
         for entry in list(self._entries):
             entry.in_flight = 0
-            if entry.state.is_released:
+            if entry.state in RELEASED_STATES:
                 self._forget(entry)
             else:
                 self._fail(entry, error)

@@ -24,14 +24,10 @@ class EntryState(StrEnum):
     DISCARDED = "discarded"  # released and failed: its computed tokens are not valid
     FORGOTTEN = "forgotten"
 
-    @property
-    def is_released(self) -> bool:
-        return self in (EntryState.RELEASED, EntryState.DISCARDED)
 
-    @property
-    def has_failed(self) -> bool:
-        """Return whether its computed tokens are not valid."""
-        return self in (EntryState.FAILED, EntryState.DISCARDED)
+# Tuples, because the schedulers look at every row of every step.
+RELEASED_STATES = (EntryState.RELEASED, EntryState.DISCARDED)
+FAILED_STATES = (EntryState.FAILED, EntryState.DISCARDED)  # their computed tokens are not valid
 
 
 class EntryStep(StrEnum):

@@ -92,11 +92,9 @@ def build_stage(
         config, pools, backends.device, incarnation, on_event=on_event, on_refused=on_refused
     )
     observer = observe_layers(agent, layer_mark(backends.device))
-    # Pools that only prefill have nothing to capture.
     device = backends.device
-    captures = device == HOST or speculates
-    graphs = _build_replays(config, plan, model, runs_on, device, observer) if captures else None
-    executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)
+    graphs = _build_replays(config, plan, model, runs_on, device, observer, decodes=speculates)
+    executor = build_executor(model, runs_on, device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
     if speculation is not None and place.samples:
@@ -146,10 +144,14 @@ def _build_replays(
     runs_on: StageBackends,
     device: torch.device,
     observer: LayerObserver | None,
+    *,
+    decodes: bool,
 ) -> Replays | None:
-    """Record the steps of a stage on the host, or capture its graphs on a device."""
+    """Record the steps of a stage on the host, or capture its decode steps on a device."""
     if device == HOST:
         return build_host_steps(config, plan.description, model, runs_on, observer)
+    if not decodes:
+        return None
     speculation = plan.speculation.config if plan.speculation is not None else None
     return build_graphs(config, plan.description, model, runs_on, speculation, observer)
 

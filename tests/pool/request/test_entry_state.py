@@ -7,7 +7,13 @@ import pytest
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.request.entry import Entry, EntryTable
-from pool.request.entry_state import ENTRY_TRANSITIONS, EntryState, EntryStep
+from pool.request.entry_state import (
+    ENTRY_TRANSITIONS,
+    FAILED_STATES,
+    RELEASED_STATES,
+    EntryState,
+    EntryStep,
+)
 from runtime.errors import InternalError
 
 RUN = EntryStep.RUN
@@ -54,11 +60,11 @@ def test_each_state_allows_these_steps(state: EntryState, step: EntryStep) -> No
     if step in LEGAL[state]:
         entry.step(step)
         if step is FAIL:
-            assert entry.state.has_failed
-            assert entry.state.is_released is state.is_released
+            assert entry.state in FAILED_STATES
+            assert (entry.state in RELEASED_STATES) is (state in RELEASED_STATES)
         if step is RELEASE:
-            assert entry.state.is_released
-            assert entry.state.has_failed is state.has_failed
+            assert entry.state in RELEASED_STATES
+            assert (entry.state in FAILED_STATES) is (state in FAILED_STATES)
     else:
         with pytest.raises(InternalError, match=f"request 1 is {state}, .* {step}"):
             entry.step(step)
@@ -69,7 +75,7 @@ def test_every_state_can_be_reached_and_ends() -> None:
     assert {after for _, after in ENTRY_TRANSITIONS.items()} == {*EntryState} - {EntryState.PENDING}
     for state in {*EntryState} - {EntryState.FORGOTTEN}:
         entry = make(state)
-        if not state.is_released:
+        if state not in RELEASED_STATES:
             entry.step(RELEASE)
         entry.step(FORGET)
 
