@@ -4,9 +4,9 @@
     both    two workers of both roles, a core each; the router decides for each request
     one     one worker of both roles, of two ranks
 
-The layouts take turns at each rate; requests and their times are the same. Figures are those of
-`baton.load`, medians over turns; ratios are relative to `split`. `memory` is the unshared memory of
-all workers in MiB.
+The layouts take turns; at each rate, requests and their times are the same for all. Figures are
+those of `baton.load`, medians over turns. `memory` is the unshared memory of all workers in MiB.
+`foreign_cores` is the number of cores that other processes used; above 0.2 the figures are noise.
 """
 
 import argparse
