@@ -232,6 +232,8 @@ class RequestFlow:
             self._placed(number, placed)
 
     def _placed(self, number: int, placed: Placed) -> None:
+        if self._admitting is not None:
+            self._admitting.note(placement=placed.pair.kind)
         self._end_admission()
         services = self._services
         self._timeline.placed()

@@ -47,6 +47,11 @@ class WorkerPair:
         """Return whether one worker has both roles, so that nothing is handed over."""
         return self.prefill.address == self.decode.address
 
+    @property
+    def kind(self) -> str:
+        """Return how metrics and traces name the placement."""
+        return "aggregated" if self.is_aggregated else "disaggregated"
+
     def release(self) -> None:
         self.prefill.release()
         self.decode.release()

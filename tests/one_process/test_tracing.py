@@ -97,6 +97,8 @@ async def test_one_request_is_one_trace_over_all_roles(
     assert len(mine) == len(TREE), "each once"
     assert {service for service, _ in mine} == {"baton-router", "baton-prefill", "baton-decode"}
     assert {attributes(span)["request_id"] for _, span in mine} == {"traced"}
+    (admission,) = (span for _, span in mine if span.name == "baton.router.admit")
+    assert attributes(admission)["placement"] == "disaggregated"
     calls = [span for _, span in mine if "/" in span.name]
     assert len({attributes(span)["worker"] for span in calls}) == 3
     assert {attributes(span)["grpc_code"] for span in calls} == {"OK"}
