@@ -160,7 +160,7 @@ async def test_roles_are_switched_under_load(checkpoint: Path, reference: Refere
                     await set_roles(address, wanted.split(","), PLAIN_CHANNEL)
             assert [shown(each) for each in await under_way] == expected
             serving = set(zip(addresses, layout, strict=True))
-            await running.until(partial(has_roles, serving), f"the roles {layout}", timeout_s=2)
+            await running.until(partial(has_roles, serving), f"the roles {layout}")
             assert [shown(each) for each in await complete(running, questions)] == expected
         await running.until_clean()
 
