@@ -270,9 +270,16 @@ def memory_flags(
 
 def leaves_room(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) -> bool:
     """Return whether weights and processes of these pools leave memory for caches on the host."""
-    weights = sum(shape.count for shape in shapes) * loaded_bytes(model)
-    processes = sum(shape.num_processes for shape in shapes) * PROCESS_BYTES
-    return weights + processes < HOST_SHARE * memory.available_bytes
+    return _cache_bytes(shapes, loaded_bytes(model), memory) > 0
+
+
+def _cache_bytes(shapes: Sequence[PoolShape], weights: int, memory: HostMemory) -> int:
+    """Return the bytes that pools with these weights leave for caches; negative if none are left."""
+    return (
+        int(HOST_SHARE * memory.available_bytes)
+        - sum(shape.count for shape in shapes) * weights
+        - sum(shape.num_processes for shape in shapes) * PROCESS_BYTES
+    )
 
 
 def _host_bytes(
@@ -291,11 +298,7 @@ def _host_bytes(
             "(--aggregated), a smaller model, or a larger machine",
             field="model",
         )
-    left = (
-        int(HOST_SHARE * memory.available_bytes)
-        - num_pools * weights
-        - num_processes * PROCESS_BYTES
-    )
+    left = _cache_bytes(shapes, weights, memory)
     if left <= 0 and not may_be_none:
         raise ConfigError(
             f"no memory is left for caches: {HOST_SHARE:g} of the {memory.available_bytes / MIB:.0f} "

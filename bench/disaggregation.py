@@ -11,19 +11,18 @@ those of `baton.load`, medians over turns. `memory` is the unshared memory of al
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 import psutil
 
-from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, run_load, summarize
-from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
+from baton.load import Slo
+from baton.workload import Lengths, Shape
 from bench.command import benchmark_flags, run_benchmark, running_cluster
+from bench.e2e import run_shape
 from bench.report import OtherLoad, Value
 
 MIB = 1 << 20
@@ -33,24 +32,6 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "one": {"prefill": 0, "decode": 0, "worker": 1, "worker_tp": 2},
 }
 FIGURES = ("ttft_s_p50", "ttft_s_p90", "tpot_s_p50", "tpot_s_p90", "itl_s_p99", "goodput_per_s")
-
-
-async def run_turn(
-    client: AsyncBatonClient, flags: argparse.Namespace, rate: float, seed: int
-) -> Mapping[str, Value]:
-    """Send the requests of one rate; other seeds have prompts that are not cached."""
-    mean = flags.prompt_tokens
-    shape = Shape(
-        Lengths("uniform", max(mean // 2, 1), mean * 3 // 2),
-        Lengths("uniform", max(flags.output_tokens // 2, 1), flags.output_tokens * 3 // 2),
-    )
-    planned = plan(flags.requests, Arrivals(rate=rate), shape, seed=seed)
-    queries = make_queries(await client.model_info(), planned, seed=seed)
-    await run_load(client, queries[:2], [0.0, 0.1])
-    began = time.monotonic()
-    outcomes = await run_load(client, queries, [item.at_s for item in planned])
-    slo = Slo(flags.slo_ttft_s, flags.slo_tpot_s)
-    return summarize(outcomes, slo, time.monotonic() - began)
 
 
 def memory_of(cluster: LocalCluster) -> float:
@@ -65,6 +46,13 @@ def memory_of(cluster: LocalCluster) -> float:
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     rates = [float(rate) for rate in flags.rates.split(",")]
+    slo = Slo(flags.slo_ttft_s, flags.slo_tpot_s)
+    shape = Shape(
+        *(
+            Lengths("uniform", max(mean // 2, 1), mean * 3 // 2)
+            for mean in (flags.prompt_tokens, flags.output_tokens)
+        )
+    )
     seen: dict[tuple[str, float], list[Mapping[str, Value]]] = {}
     memory: dict[str, float] = {}
     failed = 0
@@ -79,8 +67,10 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                 **LAYOUTS[name],  # type: ignore[arg-type]  # numbers of pools
             )
             async with running_cluster(config) as (cluster, client):
-                for seed, rate in enumerate(rates, flags.seed):
-                    figures = await run_turn(client, flags, rate, seed)
+                for seed, rate in enumerate(rates, flags.seed):  # of other seeds nothing is cached
+                    figures = await run_shape(
+                        client, shape, slo, requests=flags.requests, rate=rate, seed=seed
+                    )
                     print(f"{name} at {rate:g}/s: {dict(figures)}", file=sys.stderr)
                     seen.setdefault((name, rate), []).append(figures)
                     failed += int(figures["failed"] or 0)

@@ -7,13 +7,29 @@ SLO. Definitions: `baton.load`.
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Slo, run_load, summarize
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster
 from bench.report import Value
+
+
+async def run_shape(
+    client: AsyncBatonClient, shape: Shape, slo: Slo, *, requests: int, rate: float, seed: int
+) -> Mapping[str, Value]:
+    """Send warm-up requests and then those of a shape at a rate; return their figures."""
+    planned = plan(requests, Arrivals(rate=rate), shape, seed=seed)
+    queries = make_queries(await client.model_info(), planned, seed=seed)
+    await run_load(
+        client, queries[:2], [0.0, 0.1]
+    )  # connections and code paths are warm from here on
+    started = time.monotonic()
+    outcomes = await run_load(client, queries, [item.at_s for item in planned])
+    return summarize(outcomes, slo, time.monotonic() - started)
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
@@ -33,18 +49,13 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             Lengths("uniform", max(mean // 2, 1), mean * 3 // 2),
             Lengths("constant", flags.output_tokens),
         )
-        planned = plan(flags.requests, Arrivals(rate=flags.rate), shape, seed=flags.seed)
-        queries = make_queries(await client.model_info(), planned, seed=flags.seed)
-        await run_load(
-            client, queries[:2], [0.0, 0.1]
-        )  # connections and code paths are warm from here on
-        started = time.monotonic()
-        outcomes = await run_load(client, queries, [item.at_s for item in planned])
-        duration_s = time.monotonic() - started
+        figures = await run_shape(
+            client, shape, slo, requests=flags.requests, rate=flags.rate, seed=flags.seed
+        )
     topology = (
         f"{flags.prefill}x{flags.prefill_pp} prefill, {flags.decode}x{flags.decode_pp} decode"
     )
-    return {"topology": topology, "rate_per_s": flags.rate, **summarize(outcomes, slo, duration_s)}
+    return {"topology": topology, "rate_per_s": flags.rate, **figures}
 
 
 def main() -> int:

@@ -51,19 +51,25 @@ _REASONS = {
 class DecodeParts(RequestParts):
     """The components that a request on this pool uses.
 
-    With `reports_layers` the stages report the computed layers of every request to their transfer
-    agents, which have to forget them at its end. `prompts_of` returns the reader that has the
-    prompt of a key, on a pool that also prefills.
+    On a pool that also prefills, `prompts_of` returns the reader that has the prompt of a key. The
+    stages of such a pool report the computed layers of every request to their transfer agents,
+    which have to forget them at its end.
     """
 
     ranks: DataRanks[DecodeScheduler]
     arrivals: ArrivalMetrics
-    reports_layers: bool = False
-    prompts_of: Callable[[int], PromptReader | None] = lambda key: None
+    prompts_of: Callable[[int], PromptReader | None] | None = None
+
+    def first_token_of(self, message: pb.DecodeInput) -> int:
+        """Return the first token of a message that has one. Raises InvalidRequestError."""
+        (token,) = in_vocabulary(
+            "first_token", message.first_token.token_ids, self.plan.description.facts.vocab_size
+        )
+        return token
 
     def forget(self, key: int) -> None:
         """Let the stages forget the computed layers of a request."""
-        if self.reports_layers:
+        if self.prompts_of is not None:
             self.leader.group.close_request(key, None)
 
 
@@ -263,11 +269,7 @@ class DecodeHandler:
     def _handle_input(self, message: pb.DecodeInput) -> SourceTerms | None:
         match message.WhichOneof("input"):
             case "first_token" if len(message.first_token.token_ids) == 1:
-                (self._first_token,) = in_vocabulary(
-                    "first_token",
-                    message.first_token.token_ids,
-                    self._parts.plan.description.facts.vocab_size,
-                )
+                self._first_token = self._parts.first_token_of(message)
                 self._first_token_s = time.monotonic()
                 return None
             case "source_lost":
@@ -323,7 +325,7 @@ class LocalPrefillHandler:
         self._reservation = reservation
 
     async def run(self) -> None:
-        kind = "own_prompt" if self._parts.reports_layers else "short_rest"
+        kind = "short_rest" if self._parts.prompts_of is None else "own_prompt"
         self._parts.arrivals.local_prefills.labels(kind).inc()
         await finish(self._parts, self._inbox)
 

@@ -6,7 +6,6 @@ from decode.event_sender import DecodeEventSender
 from decode.handler import DecodeInbox, DecodeParts, finish
 from decode.local_prompts import PromptReader
 from engine.core.request import Request
-from pool.request.conversion import in_vocabulary
 from pool.request.entry import Failed
 from pool.request.streams import SessionChanged
 from protos import decode_pb2 as pb
@@ -81,12 +80,7 @@ class InPlaceHandler:
                 case pb.DecodeInput() as message:
                     match message.WhichOneof("input"):
                         case "first_token" if len(message.first_token.token_ids) == 1:
-                            (token,) = in_vocabulary(
-                                "first_token",
-                                message.first_token.token_ids,
-                                self._parts.plan.description.facts.vocab_size,
-                            )
-                            return token
+                            return self._parts.first_token_of(message)
                         case "source_lost" | "new_source":
                             raise HandoffError("the prompt in this pool's memory was given up")
                         case other:

@@ -67,8 +67,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     prompts: PromptReader | None = None  # on a pool that also prefills, with the cache of both
     shared_cache: PrefixCache | None = None
     _entries: EntryTable[DecodeEntry] = field(default_factory=EntryTable)
-    # Keys whose output state the last stage still has to drop.
-    _ended: dict[int, None] = field(default_factory=dict)
+    _ended: dict[int, None] = field(default_factory=dict)  # outputs that the last stage has to drop
 
     def reserve(
         self,
@@ -171,6 +170,10 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         if not self._memory.hold_known(entry):
             self._turns.preempt(entry)
         self._append(entry, [] if prompt.first_token is None else [prompt.first_token])
+
+    @property
+    def has_preempted(self) -> bool:
+        return bool(self._turns.waiting)
 
     @property
     def is_stepping(self) -> bool:
@@ -312,8 +315,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
 
     @property
     def _num_requests(self) -> int:
-        num_prompts = 0 if self.prompts is None else self.prompts.num_prompts
-        return len(self._entries) + num_prompts
+        return len(self._entries) + (0 if self.prompts is None else self.prompts.num_prompts)
 
     def check_room(self, request: Request) -> None:
         """Check that the pool takes another request.

@@ -149,6 +149,8 @@ def _prompts_here(parts: DecodeParts, source: SourceTerms) -> PromptReader | Non
     Raises:
         HandoffError: it is this pool, which does not have the prompt any more.
     """
+    if parts.prompts_of is None:
+        return None
     here = {stage.incarnation for stage in parts.leader.group.endpoints(0)}
     if here.isdisjoint(stage.incarnation for stage in source.stages):
         return None

@@ -168,8 +168,7 @@ class DecodeLeader:
                 else parts.config.prefix_cache,
                 ranks=self.ranks,
                 arrivals=ArrivalMetrics.create(parts.registry),
-                reports_layers=prompts_of is not None,
-                prompts_of=prompts_of or (lambda key: None),
+                prompts_of=prompts_of,
             ),
             server.calls,
         )

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from runtime.process.quiet import quiet_grpc
-from worker.config import RolesConfig
 
 
 def _start(flags: dict[str, object], file: Path | None) -> int:
     # Torch is imported here, after --help is handled and the environment is prepared.
     from pool.start import start
+    from worker.config import RolesConfig
     from worker.role import AggregatedRole
 
     return start(AggregatedRole(), flags, file, name="worker", settings=RolesConfig)
@@ -18,6 +18,7 @@ def main() -> None:
     """Run the command line."""
     quiet_grpc()
     from pool.main import worker_command  # imports grpc
+    from worker.config import RolesConfig
 
     worker_command("worker", _start, RolesConfig)(prog_name="baton worker")
 

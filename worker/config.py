@@ -18,8 +18,8 @@ class RolesConfig(WorkerConfig):
         default=0.0,
         ge=0,
         le=3600,
-        description="most seconds that a chunk of a prompt may delay the tokens of running requests, on "
-        "a worker of both roles; 0: twice as long as a decode step",
+        description="seconds for which chunks of prompts should delay the tokens of running requests at "
+        "most, on a worker of both roles; longer ones shorten the next; 0: twice as long as a decode step",
     )
 
     @field_validator("roles")

@@ -73,12 +73,7 @@ class OwnPrompts:
         compatibility: str,
         deadline: Deadline,
     ) -> Reservation:
-        """Queue a prompt; return its key, without memory.
-
-        Raises:
-            CapacityError: the queue is full.
-            InvalidRequestError: the prompt could never fit.
-        """
+        """Implement `PromptReader.read`."""
         found = self.prefill.cache.find(blocks, len(request.prompt_token_ids))
         prompt = _OwnPrompt(request, emit, blocks, compatibility, deadline)
         prompt.key = self.prefill.submit(
@@ -98,13 +93,7 @@ class OwnPrompts:
         compatibility: str,
         deadline: Deadline,
     ) -> None:
-        """Expect to go on with the prompt of `key`, which a router has sent to be prefilled.
-
-        Raises:
-            CapacityError: as for `DecodeScheduler.reserve`.
-            HandoffError: the prompt is not there any more.
-            InvalidRequestError: the request could never fit, or has another prompt.
-        """
+        """Implement `PromptReader.expect`."""
         self.decode.check_room(request)
         given = self.prefill.request_of(key)
         if given is None or key in self._prompts:
@@ -122,11 +111,7 @@ class OwnPrompts:
         self._expected.add(key)
 
     def join(self, key: int, first_token: int) -> None:
-        """Go on with an expected prompt, which is computed. Ignores keys released meanwhile.
-
-        Raises:
-            HandoffError: the prompt is not there any more.
-        """
+        """Implement `PromptReader.join`."""
         if key in self._expected:
             self._expected.discard(key)
             prompt = self._prompts.pop(key)
@@ -138,10 +123,7 @@ class OwnPrompts:
         return key in self._prompts
 
     def release(self, key: int) -> None:
-        """End a request that is not handed over yet. Idempotent.
-
-        An expected prompt belongs to its own request, which releases it.
-        """
+        """Implement `PromptReader.release`."""
         if self._prompts.pop(key, None) is not None and key not in self._expected:
             self.prefill.release(key)
         self._expected.discard(key)
@@ -206,7 +188,7 @@ class AggregatedScheduler:
         self.decode.prompts = self.own_prompts
         self.prefill.budget_tokens = self._budget_tokens
         # Preempted requests resume before another prompt takes memory.
-        self.prefill.may_start = lambda: self.decode.load().queued_requests == 0
+        self.prefill.may_start = lambda: not self.decode.has_preempted
 
     @property
     def pages(self) -> PageAllocator:

@@ -100,12 +100,7 @@ class LoadBoard:
         """Publish the current state; called on the engine thread."""
         self._latest = self._take()
 
-    @property
-    def load(self) -> SchedulerLoad:
-        """Return the latest load. Any thread."""
-        return self._latest.load
-
-    def load_of(self, role: str) -> SchedulerLoad:
+    def load_of(self, role: str = "") -> SchedulerLoad:
         """Return the latest load of a role, or of the whole pool. Any thread."""
         latest = self._latest
         return latest.views.get(role, latest.load)

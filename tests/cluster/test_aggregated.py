@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.roles import set_roles
 from baton.values import ClusterStatus, Completion, Query, Sampling, Stop
 from engine.core.request import Request
 from runtime.errors import UnavailableError
+from runtime.rpc.client import open_channel
 from runtime.security.access import PLAIN_CHANNEL
 from tests.cluster.test_rolling import LOST, address_of, busy, migrations
 from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
@@ -135,6 +137,25 @@ def has_roles(wanted: set[tuple[str, str]], status: ClusterStatus) -> bool:
     )
 
 
+async def assert_shows(running: RunningCluster, name: str, roles: Sequence[str]) -> None:
+    """Check the metrics and the health of a worker that serves these roles."""
+    port = await running.metrics_port(name)
+    assert await asyncio.to_thread(samples_of, port, "baton_pool_roles") == {
+        (role,): float(role in roles) for role in ("prefill", "decode")
+    }
+    async with open_channel(address_of(running, name)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service, serves in (
+            ("Prefill", "prefill" in roles),
+            ("Decode", "decode" in roles),
+            ("Worker", True),
+        ):
+            answer = await health.Check(  # type: ignore[attr-defined]  # stubs lack it
+                health_pb2.HealthCheckRequest(service=f"baton.v1.{service}")
+            )
+            assert (answer.status == health_pb2.HealthCheckResponse.SERVING) is serves, service
+
+
 async def test_roles_are_switched_under_load(checkpoint: Path, reference: Reference) -> None:
     """Every few requests another layout: no request fails, waits long, or differs in a bit."""
     questions = make_questions(12, seed=17, max_prompt=200, max_tokens=60)
@@ -161,6 +182,8 @@ async def test_roles_are_switched_under_load(checkpoint: Path, reference: Refere
             assert [shown(each) for each in await under_way] == expected
             serving = set(zip(addresses, layout, strict=True))
             await running.until(partial(has_roles, serving), f"the roles {layout}")
+            for name, roles in zip(("worker-0", "worker-1"), layout, strict=True):
+                await assert_shows(running, name, roles.split(","))
             assert [shown(each) for each in await complete(running, questions)] == expected
         await running.until_clean()
 

@@ -77,7 +77,7 @@ async def test_load_reports_wait_for_no_step() -> None:
     )
     service = WorkerService(
         pb.WorkerInfo,
-        lambda role: worker_load(leader, board.load, meters),
+        lambda role: worker_load(leader, board.load_of(), meters),
         PointJournal(),
         no_cache,
         RoleSwitch((), ()),
@@ -123,9 +123,9 @@ def test_waiting_times_grow_between_two_publications() -> None:
     assert board.occupancy.oldest_s == 0
     scheduler.submit(Request("r", (1, 2), 5, SamplingParams(temperature=0)), lambda event: None)
     clock.advance(2.0)
-    assert board.load.queued_requests == 0, "nothing was published since"
+    assert board.load_of().queued_requests == 0, "nothing was published since"
     board.publish()
-    assert (board.load.queued_requests, board.occupancy.oldest_s) == (1, 2.0)
+    assert (board.load_of().queued_requests, board.occupancy.oldest_s) == (1, 2.0)
     clock.advance(3.0)
     assert board.occupancy.oldest_s == 5.0
 

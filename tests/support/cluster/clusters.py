@@ -187,13 +187,11 @@ def scrape(port: int) -> dict[str, float]:
 
 
 def samples_of(port: int, name: str) -> dict[tuple[str, ...], float]:
-    """Return the samples of this name by the values of their labels, without the common ones."""
+    """Return the samples of this name by the values of their labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         text = response.read().decode()
     return {
-        tuple(
-            value for label, value in sample.labels.items() if label not in ("role", "version")
-        ): (sample.value)
+        tuple(sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == name
