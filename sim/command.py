@@ -197,8 +197,17 @@ def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
 @with_load_flags
 def command(
     flags: LoadFlags,
-    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 2,
-    decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
+    prefill: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of prefill workers; default: 2, or 0 with --worker."),
+    ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of decode workers; default: 1, or 0 with --worker."),
+    ] = None,
+    worker: Annotated[
+        int, typer.Option(min=0, help="Number of workers that prefill and decode.")
+    ] = 0,
     routers: RoutersFlag = 1,
     watch_interval: Annotated[
         float,
@@ -223,14 +232,18 @@ def command(
             check_can_plot(plot)
         limits = parse_slo(flags.slo)
         config = FleetConfig(
-            prefill,
-            decode,
+            (0 if worker else 2) if prefill is None else prefill,
+            (0 if worker else 1) if decode is None else decode,
             routers,
+            worker,
             flags.costs_read(),
             RouterOptions(flags.policy, watch_interval),
             tuple(map(Mishap.parse, fault or ())),
             flags.seed,
         )
+        for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode)):
+            if not count + worker:
+                raise ConfigError(f"no worker of the fleet serves {role}", field=role)
         run = simulate(config, flags.planned(config.costs))
         figures = figures_of(run, config, limits)
         print(json.dumps(figures) if flags.as_json else "\n".join(lines_of(figures)))

@@ -5,10 +5,13 @@ work on a core gets even shares of it, as processes do under a fair scheduler. W
 cores that `baton.core_places` assigns. The work of router and client for a request runs on the
 least loaded core. Their work for tokens is a small part of every core all the time. It is
 subtracted first, because work that wants less than its share gets all it wants.
+
+A worker of both roles has two processors, one for prompts and one for decode steps. They share a
+core by weight, in place of the chunks and steps that alternate in the loop of a real one.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.core_places import core_places
@@ -46,9 +49,13 @@ class Processor:
     takes a fixed number of seconds of processor time, whatever else runs on the core.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, core: "Core | None" = None) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, core: "Core | None" = None, weight: float = 1.0
+    ) -> None:
+        """Create a processor that gets the share `weight` of its core, out of all that compute."""
         self._loop = loop
         self._core = core
+        self.weight = weight
         self._rate = 1.0
         # Loop time of the last change of rate, and processor time at that moment.
         self._since_s = self._passed_s = 0.0
@@ -114,7 +121,8 @@ class Processor:
 class Core:
     """One core of a machine."""
 
-    def __init__(self, machine: "Machine", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, machine: "Machine | None" = None) -> None:
+        """Create a core of `machine`; without one the core belongs to one worker."""
         self._machine = machine
         self._loop = loop
         self.computing: dict[Processor, None] = {}
@@ -125,7 +133,16 @@ class Core:
             self.computing[processor] = None
         else:
             self.computing.pop(processor, None)
-        self._machine.share()
+        if self._machine is None:
+            self.share(1.0)
+        else:
+            self._machine.share()
+
+    def share(self, speed: float) -> None:
+        """Divide `speed` among the computing processors by weight."""
+        weights = sum(processor.weight for processor in self.computing)
+        for processor in tuple(self.computing):
+            processor.give(speed * processor.weight / weights)
 
     def spend(self, seconds: float, spent: Callable[[], None]) -> None:
         """Spend `seconds` of this core in competition with the other work; then call `spent`."""
@@ -145,13 +162,18 @@ class Machine:
     def __init__(self, costs: MachineCosts, roles: dict[str, str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._costs = costs
-        self._cores = [Core(self, self._loop) for _ in range(costs.cores)]
+        self._cores = [Core(self._loop, self) for _ in range(costs.cores)]
         places = core_places(roles, range(costs.cores)) if costs.cores else {}
         self._places = {name: self._cores[cores[0]] for name, cores in places.items()}
 
     def processor(self, name: str) -> Processor:
         """Return a processor for this worker."""
         return Processor(self._loop, self._places.get(name))
+
+    def processors(self, name: str, weights: Sequence[float]) -> list[Processor]:
+        """Return processors for this worker that share its core by weight."""
+        core = self._places.get(name) or Core(self._loop)
+        return [Processor(self._loop, core, weight) for weight in weights]
 
     def messages(self, num_rows: int, round_s: float) -> float:
         """Return `Processor.messages` of a pool that generates a token for `num_rows` rows in
@@ -194,8 +216,7 @@ class Machine:
         )
         left = self._costs.speed / (1 + wanted / len(self._cores))
         for core in self._cores:
-            for processor in tuple(core.computing):
-                processor.give(left / len(core.computing))
+            core.share(left)
 
 
 def _end(wait: "asyncio.Future[None]") -> None:

@@ -5,18 +5,24 @@ not see the steps before that.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from google.protobuf.message import Message
 
 from pool.prefix.journal import PointJournal
+from pool.request.entry import Failed
+from prefill.prompts import PrefillEntryEvent, Started
 from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
-from runtime.errors import BatonError, DrainingError
+from runtime.errors import BatonError, CapacityError, DrainingError
 from sim.cores import Alarm, Machine, Processor
 from sim.costs import Costs
 from sim.decode_pool import DecodePool, SimulatedRow
 from sim.links import Arrival, ArrivalTable, Interface
 from sim.network import Method, SimulatedCall
+from sim.pages import CountedPages, LeasedPages
+from sim.prefill import PrefillWorker
 from sim.requests import RouterEnd, SimulatedRequest
 from sim.worker import SimulatedWorker
 
@@ -39,6 +45,9 @@ class _SimulatedDecodeHandler:
     has_landed: bool = False
     first_token_s: float | None = None
     is_committed: bool = False
+    prompt_key: int | None = (
+        None  # of the worker's own prefill, which has yet to compute the prompt
+    )
 
     @property
     def epoch(self) -> int:
@@ -57,7 +66,13 @@ class DecodeWorker(SimulatedWorker):
         arrivals: ArrivalTable,
         machine: Machine,
         processor: Processor,
+        own_prefill: PrefillWorker | None = None,
+        on_span: Callable[[float], None] = lambda _: None,
     ) -> None:
+        """Create a decode worker.
+
+        With `own_prefill` it has both roles. `on_span` gets the duration of a step when it changes.
+        """
         self.interface = Interface(costs.network.bytes_per_s)
         self.num_received_bytes = 0.0
         self._arrivals = arrivals
@@ -65,6 +80,8 @@ class DecodeWorker(SimulatedWorker):
         self._loop = asyncio.get_running_loop()
         self._num_handlers = 0
         self._alarm: Alarm | None = None
+        self._own_prefill = own_prefill
+        self._on_span = on_span
         super().__init__(address, costs, processor)
 
     @property
@@ -107,7 +124,16 @@ class DecodeWorker(SimulatedWorker):
     def _begin(self) -> PointJournal:
         if self._alarm is not None:
             self._alarm.cancel()
-        self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self._loop.time)
+        mine = self.costs.decode
+        self._own_pages = (
+            None if self._own_prefill is None else LeasedPages(self._own_prefill.pages)
+        )
+        self.pool = DecodePool(
+            mine,
+            self.costs.model.page_size,
+            self._loop.time,
+            self._own_pages or CountedPages(mine.num_pages),
+        )
         self._handlers: dict[int, _SimulatedDecodeHandler] = {}
         self._num_open = 0  # uncommitted requests
         return PointJournal()
@@ -154,7 +180,10 @@ class DecodeWorker(SimulatedWorker):
         call.on_message = received
 
     def _opened(self, request: DecodeRequest, message: decode_pb2.DecodeInput) -> None:
-        handler = self._reserve(request, message.open)
+        if message.open.HasField("source"):
+            handler = self._reserve(request, message.open)
+        else:
+            handler = self._read(request, message.open.request)
         if handler is not None:
             request.on_input = lambda later: self._received(handler, later)
             request.on_gone = lambda: self._release(handler)
@@ -174,8 +203,7 @@ class DecodeWorker(SimulatedWorker):
             again=num_again,
         )
         try:
-            if self._is_draining:
-                raise DrainingError("the decode worker drains")
+            self.check_serving()
             self.pool.reserve(row)
         except BatonError as error:
             made.end(error)
@@ -199,6 +227,59 @@ class DecodeWorker(SimulatedWorker):
         self.processor.spend(landed_s * 2 / 3)
         self._offered(handler)
         return handler
+
+    def _read(
+        self, made: DecodeRequest, request: types_pb2.EngineRequest
+    ) -> _SimulatedDecodeHandler | None:
+        """Have the prompt of a request computed here."""
+        self._num_handlers += 1
+        row = SimulatedRow(
+            self._num_handlers,
+            len(request.prompt_token_ids),
+            request.max_tokens - 1,
+            request.priority,
+        )
+        handler = _SimulatedDecodeHandler(made, row, "", num_tokens=0, is_committed=True)
+        prefill = self._own_prefill
+        try:
+            self.check_serving()
+            if prefill is None:
+                raise CapacityError("the prompt is not cached", resource="prefix cache")
+            self._handlers[row.key] = handler
+            self._send(
+                handler,
+                decode_pb2.DecodeEvent(
+                    local=decode_pb2.DecodeLocal(cached_tokens=prefill.num_cached(request))
+                ),
+            )
+            handler.prompt_key = prefill.read(request, partial(self._computed, handler, prefill))
+        except BatonError as error:
+            self._handlers.pop(row.key, None)
+            made.end(error)
+            return None
+        self._woken()
+        return handler
+
+    def _computed(
+        self, handler: _SimulatedDecodeHandler, prefill: PrefillWorker, event: PrefillEntryEvent
+    ) -> None:
+        """Continue with a prompt that was computed here, in its pages."""
+        key = handler.prompt_key
+        if key is None or isinstance(event, Started):
+            return
+        if isinstance(event, Failed):
+            self._release(handler)
+            handler.request.end(event.error)
+            return
+        assert self._own_pages is not None
+        handler.prompt_key = None
+        memory = prefill.hand_over(key)
+        memory.slot.end()  # the slots of decode are counted apart
+        handler.row.num_pages = self._own_pages.adopt(handler.row.key, memory.pages)
+        self.pool.adopt(handler.row)
+        self._send(handler, decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN])))
+        handler.num_tokens = 1
+        self._begin_decode(handler)
 
     def _received(self, handler: _SimulatedDecodeHandler, message: decode_pb2.DecodeInput) -> None:
         if handler.is_committed:
@@ -246,6 +327,10 @@ class DecodeWorker(SimulatedWorker):
                 )
             ),
         )
+        self._begin_decode(handler)
+
+    def _begin_decode(self, handler: _SimulatedDecodeHandler) -> None:
+        """Generate the tokens after the first."""
         if handler.row.left <= 0:
             self._finish(handler)
             self.pool.release(handler.row, self.processor.now())
@@ -269,6 +354,8 @@ class DecodeWorker(SimulatedWorker):
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None if span is None else self.processor.call_at(span.ends_s, self._advance)
+        if span is not None:
+            self._on_span(span.first_s)
 
     def _finish(self, handler: _SimulatedDecodeHandler) -> None:
         self._send_generated(handler)
@@ -308,6 +395,9 @@ class DecodeWorker(SimulatedWorker):
             return
         self._num_open -= not handler.is_committed
         self._arrivals.pop((handler.session_id, handler.epoch), None)
+        if handler.prompt_key is not None and self._own_prefill is not None:
+            self._own_prefill.give_up(handler.prompt_key)
+            handler.prompt_key = None
         self.pool.release(handler.row, self.processor.now())
         if self.server.is_up:
             self._plan()

@@ -14,8 +14,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from runtime.errors import CapacityError, InternalError
+from runtime.errors import CapacityError
 from sim.costs import DecodeCosts
+from sim.pages import PoolPages
 
 
 @dataclass(eq=False)
@@ -90,6 +91,7 @@ class DecodePool:
     costs: DecodeCosts
     page_size: int
     clock: Callable[[], float]
+    pages: PoolPages
     span: Rounds | None = None
     busy_s: float = 0.0
     num_sampled: int = 0
@@ -98,7 +100,6 @@ class DecodePool:
     _running: list[SimulatedRow] = field(default_factory=list)
     _joining: list[SimulatedRow] = field(default_factory=list)
     _waiting: list[SimulatedRow] = field(default_factory=list)  # preempted
-    _pages_used: int = 0
     _interruption_s: float = 0.0  # added before the next round
 
     def reserve(self, row: SimulatedRow) -> None:
@@ -119,7 +120,7 @@ class DecodePool:
         if self.costs.num_slots and self.slots_free < 1:
             raise CapacityError("every slot is taken", resource="slots")
         num_pages = self._pages_of(row)
-        if num_pages > self.costs.num_pages - self._pages_used:
+        if num_pages > self.pages.num_free:
             raise CapacityError(f"{num_pages} pages are needed", resource="pages")
         self._take(row, num_pages)
         self._held[row.key] = row
@@ -135,6 +136,10 @@ class DecodePool:
     def delay(self, takes_s: float) -> None:
         """Delay the start of the next span by `takes_s`."""
         self._interruption_s += takes_s
+
+    def adopt(self, row: SimulatedRow) -> None:
+        """Hold a request whose prompt was computed in these pages, `row.num_pages` of them."""
+        self._held[row.key] = row
 
     def join(self, row: SimulatedRow, now_s: float) -> None:
         """Add a request whose prompt has landed."""
@@ -203,7 +208,7 @@ class DecodePool:
         if self.span is not None:
             rounds = self.span.rounds_by(now_s)
             within = self._growth(self._running, rounds)
-        return max(0, self.costs.num_pages - self._pages_used - within)
+        return max(0, self.pages.num_free - within)
 
     def check(self) -> None:
         """Check the count of used pages.
@@ -211,9 +216,7 @@ class DecodePool:
         Raises:
             InternalError: pages are held without a request.
         """
-        held = sum(row.num_pages for row in {*self._held.values(), *self._running})
-        if held != self._pages_used:
-            raise InternalError(f"{self._pages_used} pages are used, requests hold {held}")
+        self.pages.check(sum(row.num_pages for row in {*self._held.values(), *self._running}))
 
     def _begin(self, now_s: float) -> None:
         """Begin the next span, if any row is running."""
@@ -228,6 +231,9 @@ class DecodePool:
         for row in self._running:
             row.again = 0
             row.first_step_s = self.clock() if row.first_step_s is None else row.first_step_s
+        if self.pages.is_shared:
+            for row in self._running:
+                self._take(row, self._growth((row,), rounds))
         count = len(self._running)
         context = sum(row.context for row in self._running)
         again_s += self._interruption_s
@@ -265,7 +271,7 @@ class DecodePool:
             return None
         fewest = min(row.left for row in self._running)
         rounds = max(1, math.ceil(fewest / self.costs.tokens_per_step))
-        free = self.costs.num_pages - self._pages_used
+        free = self.pages.num_free
         if self._growth(self._running, rounds) <= free:
             return rounds
         # `low` rounds fit and `high` do not
@@ -284,7 +290,7 @@ class DecodePool:
         while self._waiting:
             row = self._waiting[0]
             num_pages = self._pages_of(row)
-            if num_pages > self.costs.num_pages - self._pages_used:
+            if num_pages > self.pages.num_free:
                 break
             self._take(row, num_pages)
             self._running.append(self._waiting.pop(0))
@@ -325,8 +331,8 @@ class DecodePool:
 
     def _take(self, row: SimulatedRow, num_pages: int) -> None:
         row.num_pages += num_pages
-        self._pages_used += num_pages
+        self.pages.take(row.key, num_pages)
 
     def _give_back(self, row: SimulatedRow) -> None:
-        self._pages_used -= row.num_pages
+        self.pages.give_back(row.key, row.num_pages)
         row.num_pages = 0

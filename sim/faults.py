@@ -16,8 +16,8 @@ from enum import StrEnum
 from typing import Self
 
 from runtime.errors import ConfigError
+from sim.process import SimulatedProcess
 from sim.router import RouterProcess
-from sim.worker import SimulatedWorker
 
 DRAIN_S = 1.0  # from handing requests back to the end of the process
 _FORM = re.compile(r"(\w+):([\w-]+)@([\d.]+)(?:\+([\d.]+))?(?:x([\d.]+))?")
@@ -70,7 +70,7 @@ class Mishap:
 
 
 async def unleash(
-    fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]
+    fault: Mishap, workers: Mapping[str, SimulatedProcess], routers: Mapping[str, RouterProcess]
 ) -> None:
     """Wait for the start of a fault and play it to its end. `check_target` must have passed."""
     await asyncio.sleep(fault.at_s)
@@ -90,13 +90,13 @@ async def unleash(
             await asyncio.sleep(fault.for_s)
             workers[fault.target].heal()
         case MishapKind.SLOW:
-            workers[fault.target].processor.slow_down(fault.factor)
+            workers[fault.target].slow_down(fault.factor)
             await asyncio.sleep(fault.for_s)
-            workers[fault.target].processor.slow_down(1.0)
+            workers[fault.target].slow_down(1.0)
 
 
 def check_target(
-    fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]
+    fault: Mishap, workers: Mapping[str, SimulatedProcess], routers: Mapping[str, RouterProcess]
 ) -> None:
     """Check that the target of a fault exists.
 
@@ -114,7 +114,7 @@ def check_target(
         )
 
 
-async def _restart(worker: SimulatedWorker) -> None:
+async def _restart(worker: SimulatedProcess) -> None:
     worker.drain()
     await asyncio.sleep(DRAIN_S)
     worker.die()

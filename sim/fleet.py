@@ -19,6 +19,7 @@ from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
 from sim.links import ArrivalTable
 from sim.prefill import PrefillWorker
+from sim.process import SimulatedProcess, of_both_roles
 from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
 from sim.time import keep_all, run_virtually
@@ -38,10 +39,21 @@ class FleetConfig:
     num_prefill: int = 1
     num_decode: int = 1
     num_routers: int = 1
+    num_both: int = 0  # workers that prefill and decode
     costs: Costs = field(default_factory=Costs)
     router: RouterOptions = field(default_factory=RouterOptions)
     faults: tuple[Mishap, ...] = ()
     seed: int = 0
+
+    @property
+    def num_with_prefill(self) -> int:
+        """Return the number of workers that can prefill."""
+        return self.num_prefill + self.num_both
+
+    @property
+    def num_with_decode(self) -> int:
+        """Return the number of workers that can decode."""
+        return self.num_decode + self.num_both
 
 
 @dataclass(frozen=True)
@@ -107,22 +119,33 @@ class Fleet:
         costs = config.costs
         arrivals = ArrivalTable()
         prompts = SimulatedPrompts()
-        prefill, decode = (
-            [f"{role}-{index}" for index in range(count)]
-            for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode))
-        )
-        machine = Machine(
-            costs.machine, dict.fromkeys(prefill, "prefill") | dict.fromkeys(decode, "decode")
-        )
-        self._prefill = [
-            PrefillWorker(f"{name}:1", costs, arrivals, prompts, machine.processor(name))
-            for name in prefill
+        roles = {
+            f"{role}-{index}": role
+            for role, count in (
+                ("prefill", config.num_prefill),
+                ("decode", config.num_decode),
+                ("worker", config.num_both),
+            )
+            for index in range(count)
+        }
+        machine = Machine(costs.machine, roles)
+
+        def workers_of(name: str, role: str) -> tuple[SimulatedWorker, ...]:
+            if role == "worker":
+                return of_both_roles(name, costs, arrivals, prompts, machine)
+            processor, address = machine.processor(name), f"{name}:1"
+            if role == "prefill":
+                return (PrefillWorker(address, costs, arrivals, prompts, processor),)
+            return (DecodeWorker(address, costs, arrivals, machine, processor),)
+
+        self._processes = {
+            name: SimulatedProcess(name, workers_of(name, role)) for name, role in roles.items()
+        }
+        self._workers = [
+            worker for process in self._processes.values() for worker in process.workers
         ]
-        self._decode = [
-            DecodeWorker(f"{name}:1", costs, arrivals, machine, machine.processor(name))
-            for name in decode
-        ]
-        self._workers: list[SimulatedWorker] = [*self._prefill, *self._decode]
+        self._prefill = [each for each in self._workers if isinstance(each, PrefillWorker)]
+        self._decode = [each for each in self._workers if isinstance(each, DecodeWorker)]
         facts = ModelLimits(
             "simulated",
             ARCHITECTURE,
@@ -131,11 +154,11 @@ class Fleet:
             costs.model.num_layers,
             (),
         )
-        by_address = {worker.address: worker for worker in self._workers}
+        by_role = {(worker.role, worker.address): worker for worker in self._workers}
         self._routers = {
             f"router-{index}": RouterProcess.build(
                 config.router,
-                by_address,
+                by_role,
                 costs.network.latency_s,
                 self._clock,
                 random.Random(f"{config.seed}/router/{index}"),
@@ -151,9 +174,8 @@ class Fleet:
 
     async def play(self, load: Sequence[Planned]) -> FleetRun:
         """Run the simulation; see `simulate`."""
-        by_name = {worker.address.partition(":")[0]: worker for worker in self._workers}
         for fault in self._faults:
-            check_target(fault, by_name, self._routers)
+            check_target(fault, self._processes, self._routers)
         async with task_group() as beside:
             for router in self._routers.values():
                 router.start(beside)
@@ -163,7 +185,7 @@ class Fleet:
             others = [
                 beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
                 *(
-                    beside.create_task(unleash(fault, by_name, self._routers))
+                    beside.create_task(unleash(fault, self._processes, self._routers))
                     for fault in self._faults
                 ),
             ]

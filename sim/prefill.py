@@ -4,6 +4,8 @@ time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from google.protobuf.message import Message
@@ -16,7 +18,14 @@ from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
-from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits, Started
+from prefill.prompts import (
+    FirstToken,
+    PrefillEmitter,
+    PrefillEntryEvent,
+    PrefillLimits,
+    PromptMemory,
+    Started,
+)
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import LoopClock
@@ -47,6 +56,19 @@ def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     )
 
 
+class ChunksBeside(Protocol):
+    """The decode steps that chunks of a worker of both roles alternate with."""
+
+    def budget_tokens(self, most: int) -> int:
+        """Return the most tokens of the next chunk, at most `most`."""
+
+    def may_start(self) -> bool:
+        """Return whether another prompt may take memory now."""
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Record the duration of a chunk."""
+
+
 PrefillRequest = SimulatedRequest[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
 
 
@@ -73,12 +95,15 @@ class PrefillWorker(SimulatedWorker):
         arrivals: ArrivalTable,
         prompts: SimulatedPrompts,
         processor: Processor,
+        beside: "ChunksBeside | None" = None,
     ) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
         self._prompts = prompts
         self._clock = LoopClock()
         self._due_s = 0.0  # added to the next chunk, for requests that began
+        # In a worker of both roles: the length of chunks beside decode steps.
+        self.beside: ChunksBeside | None = beside
         super().__init__(address, costs, processor)
 
     @property
@@ -87,14 +112,12 @@ class PrefillWorker(SimulatedWorker):
 
     @property
     def num_requests(self) -> int:
-        return len(self._handlers)
+        return len(self._handlers) + len(self._own)
 
     @property
     def queued_tokens(self) -> int:
         """Return the uncomputed tokens of the prompts on this worker."""
-        return round(
-            sum(handler.num_tokens - handler.computed for handler in self._handlers.values())
-        )
+        return self._scheduler.load().queued_tokens
 
     def check(self) -> None:
         if self.num_tokens:  # otherwise the worker was never used
@@ -106,6 +129,50 @@ class PrefillWorker(SimulatedWorker):
             handler.request.end(DrainingError("the prefill worker drains"))
             self._release(handler)
 
+    def read(self, message: types_pb2.EngineRequest, emit: PrefillEmitter) -> int:
+        """Queue a prompt that will be decoded here, too; return its key.
+
+        Raises:
+            BatonError: it is rejected.
+        """
+        self.check_serving()
+        key = self._scheduler.submit(
+            self._request_of(message),
+            partial(self._own_event, emit),
+            blocks=self._blocks_of(message),
+        )
+        self._own.add(key)
+        self._woken()
+        self._launch()
+        return key
+
+    def num_cached(self, message: types_pb2.EngineRequest) -> int:
+        """Return the number of cached tokens of a prompt."""
+        blocks = self._blocks_of(message)
+        return self._scheduler.cache.find(blocks, len(message.prompt_token_ids)).num_tokens
+
+    def hand_over(self, key: int) -> PromptMemory:
+        """Return the memory of a computed prompt that was queued by `read`."""
+        self._own.discard(key)
+        return self._scheduler.hand_over(key)
+
+    def give_up(self, key: int) -> None:
+        """Release a prompt that was queued by `read`. Idempotent."""
+        if key in self._own:
+            self._own.discard(key)
+            self._scheduler.release(key)
+            if self.server.is_up:
+                self._launch()
+
+    def _own_event(self, emit: PrefillEmitter, event: PrefillEntryEvent) -> None:
+        if isinstance(event, Started):
+            self._due_s += self.costs.prefill.request_s
+        emit(event)
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self._scheduler.pages
+
     def die(self) -> None:
         super().die()
         self._num_starts += 1  # invalidates results still in the pipeline
@@ -116,15 +183,20 @@ class PrefillWorker(SimulatedWorker):
         limits = PrefillLimits(
             model.page_size, mine.chunk_tokens, mine.grid, mine.max_running, mine.max_queued
         )
+        num_pages = mine.num_pages if self.beside is None else self.costs.decode.num_pages
         self._scheduler = PrefillScheduler(
-            PageAllocator(mine.num_pages + 1),
+            PageAllocator(num_pages + 1),
             SlotAllocator(mine.num_slots + 1 if mine.num_slots else 0),
             limits,
             self._clock,
             ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0),
             batch_of_lengths,
         )
+        if self.beside is not None:
+            self._scheduler.budget_tokens = self.beside.budget_tokens
+            self._scheduler.may_start = self.beside.may_start
         self._handlers: dict[int, _SimulatedPrefillHandler] = {}
+        self._own: set[int] = set()  # prompts that will be decoded here, too
         self._stage_free_s = [0.0] * mine.stages
         self._num_in_flight = 0
         return self._scheduler.cache.journal
@@ -135,7 +207,7 @@ class PrefillWorker(SimulatedWorker):
     def _described(self) -> worker_pb2.WorkerInfo:
         mine = self.costs.prefill
         return worker_pb2.WorkerInfo(
-            pages_total=mine.num_pages,
+            pages_total=self._scheduler.pages.num_total,
             slots_total=mine.num_slots,
             max_running_requests=mine.max_running,
             max_batch_requests=mine.max_running,
@@ -187,17 +259,10 @@ class PrefillWorker(SimulatedWorker):
 
     def _submit(self, handler: _SimulatedPrefillHandler, message: types_pb2.EngineRequest) -> None:
         handler.num_tokens = len(message.prompt_token_ids)
-        request = Request(
-            message.request_id,
-            range(handler.num_tokens),
-            message.max_tokens,
-            priority=message.priority,
-        )
         try:
-            if self._is_draining:
-                raise DrainingError("the prefill worker drains")
+            self.check_serving()
             handler.key = self._scheduler.submit(
-                request,
+                self._request_of(message),
                 lambda event: self._happened(handler, event),
                 blocks=self._blocks_of(message),
             )
@@ -207,6 +272,14 @@ class PrefillWorker(SimulatedWorker):
         self._handlers[handler.key] = handler
         self._woken()
         self._launch()
+
+    def _request_of(self, message: types_pb2.EngineRequest) -> Request:
+        return Request(
+            message.request_id,
+            range(len(message.prompt_token_ids)),
+            message.max_tokens,
+            priority=message.priority,
+        )
 
     def _blocks_of(self, message: types_pb2.EngineRequest) -> tuple[bytes, ...]:
         """Return the request's block names; none after its client has gone."""
@@ -290,6 +363,8 @@ class PrefillWorker(SimulatedWorker):
         pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
         stage_s = (mine.chunk_s(sum(batch.query_lens), pairs) + self._due_s) / mine.stages
         self._due_s = 0.0
+        if self.beside is not None:
+            self.beside.computed(sum(batch.query_lens), stage_s)
         self.busy_s += stage_s
         at_s = began_s = max(self.processor.now(), self._stage_free_s[0])
         for stage, free_s in enumerate(self._stage_free_s):

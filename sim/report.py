@@ -33,10 +33,11 @@ def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object
         "errors": errors_of(run.outcomes),
         "prefill_workers": config.num_prefill,
         "decode_workers": config.num_decode,
+        "workers_of_both_roles": config.num_both,
         "routers": config.num_routers,
         "policy": config.router.policy.value,
-        "prefill_busy": last.prefill_busy_s / config.num_prefill / max(last.at_s, 1e-9),
-        "decode_busy": last.decode_busy_s / config.num_decode / max(last.at_s, 1e-9),
+        "prefill_busy": last.prefill_busy_s / config.num_with_prefill / max(last.at_s, 1e-9),
+        "decode_busy": last.decode_busy_s / config.num_with_decode / max(last.at_s, 1e-9),
         "pages_used_p90": percentiles([sample.pages_used for sample in run.samples], "pages")[
             "pages_p90"
         ],
@@ -100,8 +101,8 @@ def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
     memory.plot(at, [100 * sample.pages_used for sample in run.samples])
     memory.set(title="Pages of decode pools in use", ylabel="%", ylim=(0, 100))
     for label, count, seconds in (
-        ("prefill", config.num_prefill, [each.prefill_busy_s for each in run.samples]),
-        ("decode", config.num_decode, [each.decode_busy_s for each in run.samples]),
+        ("prefill", config.num_with_prefill, [each.prefill_busy_s for each in run.samples]),
+        ("decode", config.num_with_decode, [each.decode_busy_s for each in run.samples]),
     ):
         busy.plot(at[1:], _shares(at, seconds, count), label=label)
     busy.set(title="Workers busy", ylabel="%", ylim=(0, 105))

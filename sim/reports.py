@@ -20,12 +20,15 @@ from sim.worker import SimulatedWorker
 
 
 class Reports:
-    """Reports to one router, from any worker by address. Each stream starts within its first
-    interval.
+    """Reports to one router, from any worker by role and address. Each stream starts within its
+    first interval.
     """
 
     def __init__(
-        self, workers: Mapping[str, SimulatedWorker], latency_s: float, rng: random.Random
+        self,
+        workers: Mapping[tuple[str, str], SimulatedWorker],
+        latency_s: float,
+        rng: random.Random,
     ) -> None:
         self._workers = workers
         self._latency_s = latency_s
@@ -35,7 +38,7 @@ class Reports:
         """Apply the reports of a worker. Implements `router.workers.watch.Follow`."""
         worker.index.forget(worker.address)  # the stream begins with a complete cache report
         watch = _ReportStream(
-            worker, facts, self._workers[worker.address], interval_s, self._latency_s
+            worker, facts, self._workers[worker.role, worker.address], interval_s, self._latency_s
         )
         try:
             watch.open(self._rng.random() * interval_s)

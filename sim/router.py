@@ -55,18 +55,17 @@ class RouterProcess:
     def build(
         cls,
         options: RouterOptions,
-        workers: Mapping[str, SimulatedWorker],
+        workers: Mapping[tuple[str, str], SimulatedWorker],
         latency_s: float,
         clock: Clock,
         rng: random.Random,
         facts: ModelLimits,
     ) -> "RouterProcess":
-        """Build a router for `workers`, which are given by address."""
+        """Build a router for `workers`, which are given by role and address."""
         registry = CollectorRegistry()
         metrics = RouterMetrics.create(registry)
         prefill, decode = (
-            tuple(address for address, worker in workers.items() if worker.role == role)
-            for role in WorkerRole
+            tuple(address for its, address in workers if its == role) for role in WorkerRole
         )
         directory = Directory(
             DirectoryOptions(
@@ -80,7 +79,7 @@ class RouterProcess:
             metrics,
             rng,
             clock,
-            lambda role, address: Channel(workers[address].server, latency_s),
+            lambda role, address: Channel(workers[role, address].server, latency_s),
             Reports(workers, latency_s, rng).follow,
         )
         service_model = ServiceTimeModel(clock)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
+from runtime.errors import DrainingError, UnavailableError
 from runtime.version import WIRE_VERSION
 from sim.cores import Processor
 from sim.costs import Costs
@@ -48,6 +49,7 @@ class SimulatedWorker(ABC):
         self.was_used = False  # whether it ever got a request
         self._num_starts = 0
         self._is_draining = False
+        self.is_active = True  # whether it serves its role
         self.watchers: dict[Watcher, None] = {}
         self.server = Server(address, self._methods())
         self.start()
@@ -83,6 +85,24 @@ class SimulatedWorker(ABC):
         self._is_draining = True
         for watcher in self.watchers:
             watcher.changed()
+
+    def switch(self, *, is_active: bool) -> None:
+        """Serve new requests or reject them. Those that run go on."""
+        if is_active != self.is_active:
+            self.is_active = is_active
+            for watcher in self.watchers:
+                watcher.changed()
+
+    def check_serving(self) -> None:
+        """Check that the worker serves new requests.
+
+        Raises:
+            BatonError: it drains, or was switched to another role.
+        """
+        if self._is_draining:
+            raise DrainingError(f"the {self.role} worker drains")
+        if not self.is_active:
+            raise UnavailableError(f"the worker takes no {self.role} requests")
 
     @property
     def incarnation(self) -> str:
@@ -152,6 +172,8 @@ class SimulatedWorker(ABC):
 
     def load(self) -> worker_pb2.WorkerLoad:
         """Return the current load."""
+        if self._is_draining:
+            return self._reported(serving=False, reason="draining")
         return self._reported(
-            serving=not self._is_draining, reason="draining" if self._is_draining else ""
+            serving=self.is_active, reason="" if self.is_active else "it was switched off"
         )

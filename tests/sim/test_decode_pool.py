@@ -10,6 +10,7 @@ from runtime.clock import ManualClock
 from runtime.errors import CapacityError
 from sim.costs import DecodeCosts
 from sim.decode_pool import DecodePool, Rounds, SimulatedRow
+from sim.pages import CountedPages
 
 CLOCK = ManualClock().now  # rows only remember it
 COSTS = DecodeCosts(
@@ -29,7 +30,7 @@ def generated_in_spans(
 ) -> dict[int, float]:
     """Return the time of each request's last token."""
     pool, now_s, ended, left = (
-        DecodePool(costs, page_size, CLOCK),
+        DecodePool(costs, page_size, CLOCK, CountedPages(costs.num_pages)),
         0.0,
         dict[int, float](),
         list(enumerate(coming)),
@@ -101,7 +102,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
     pages, and the first needs a ninth: the second is preempted, resumes when the first has
     generated its last four tokens, and generates the five it lacks."""
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, replay_s=0, num_pages=8, growth_tokens=0)
-    pool, now_s = DecodePool(costs, 4, CLOCK), 0.0
+    pool, now_s = DecodePool(costs, 4, CLOCK, CountedPages(costs.num_pages)), 0.0
     rows = [SimulatedRow(key, 12, 8) for key in (1, 2)]
     for row in rows:
         pool.reserve(row)
@@ -123,7 +124,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
 
 def test_memory_released_during_a_round_is_free_at_its_end() -> None:
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, num_pages=8, growth_tokens=0)
-    pool, row = DecodePool(costs, 4, CLOCK), SimulatedRow(1, 12, 100)
+    pool, row = DecodePool(costs, 4, CLOCK, CountedPages(costs.num_pages)), SimulatedRow(1, 12, 100)
     pool.reserve(row)
     pool.join(row, 0.0)
     assert pool.generated(row, 2.5) == 2
@@ -138,7 +139,8 @@ def test_rows_wait_for_other_work() -> None:
     """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two other things
     take 0.004 s each, and the other seven of ten rounds follow. A pool that draws nothing loses
     nothing, unless it is to be done first."""
-    pool = DecodePool(DecodeCosts(step_s=0.01, row_s=0, context_s=0), 16, CLOCK)
+    costs = DecodeCosts(step_s=0.01, row_s=0, context_s=0)
+    pool = DecodePool(costs, 16, CLOCK, CountedPages(costs.num_pages))
     assert not pool.interrupt(0.004, 0.0)
     row = SimulatedRow(0, 10, 10)
     pool.reserve(row)

@@ -1,0 +1,113 @@
+"""Simulated worker processes: one role, or both with one memory and one core."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from router.workers.worker import WorkerRole
+from sim.cores import Machine
+from sim.costs import Costs
+from sim.decode import DecodeWorker
+from sim.links import ArrivalTable
+from sim.prefill import PrefillWorker
+from sim.worker import SimulatedPrompts, SimulatedWorker
+from worker.chunk_budget import STEP_RATIO, ChunkBudget
+
+# Shares of a core while chunks and decode steps alternate.
+CHUNK_WEIGHT = 2 * STEP_RATIO / (STEP_RATIO + 1)
+STEP_WEIGHT = 2 / (STEP_RATIO + 1)
+
+
+@dataclass(frozen=True)
+class SimulatedProcess:
+    """One process. Its workers, one for each of its roles, live, die and drain together."""
+
+    name: str
+    workers: tuple[SimulatedWorker, ...]
+
+    @property
+    def role(self) -> str:
+        """Return the role as `restart` faults name it."""
+        return self.workers[0].role if len(self.workers) == 1 else "worker"
+
+    @property
+    def start_s(self) -> float:
+        """Return the duration of a start, in seconds."""
+        return max(worker.start_s for worker in self.workers)
+
+    @property
+    def roles(self) -> tuple[WorkerRole, ...]:
+        """Return the roles that it serves now."""
+        return tuple(WorkerRole(worker.role) for worker in self.workers if worker.is_active)
+
+    def set_roles(self, roles: Iterable[WorkerRole]) -> None:
+        """Serve these of its roles from now on."""
+        wanted = set(roles)
+        for worker in self.workers:
+            worker.switch(is_active=worker.role in wanted)
+
+    def start(self) -> None:
+        """Start again, empty, after `die`."""
+        for worker in self.workers:
+            worker.start()
+
+    def die(self) -> None:
+        """End at once."""
+        for worker in self.workers:
+            worker.die()
+
+    def cut(self) -> None:
+        """Cut the process off from the network."""
+        for worker in self.workers:
+            worker.cut()
+
+    def heal(self) -> None:
+        """End the cut."""
+        for worker in self.workers:
+            worker.heal()
+
+    def drain(self) -> None:
+        """Hand requests back and reject new ones."""
+        for worker in self.workers:
+            worker.drain()
+
+    def slow_down(self, slowness: float) -> None:
+        """Multiply the duration of all work by `slowness` from now on."""
+        for worker in self.workers:
+            worker.processor.slow_down(slowness)
+
+
+class _StepsBeside:
+    """The decode steps of a worker of both roles, for its chunks. Implements `ChunksBeside`."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.budget = ChunkBudget(costs.prefill.chunk_tokens, costs.prefill.grid)
+        self.decode: DecodeWorker | None = None  # created after the prefill worker
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self.decode is not None and self.decode.pool.num_running > 0
+
+    def budget_tokens(self, most: int) -> int:
+        return min(most, self.budget.tokens) if self._is_stepping else most
+
+    def may_start(self) -> bool:
+        return self.decode is None or not self.decode.pool.num_waiting
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        if self._is_stepping:
+            self.budget.computed(num_tokens, seconds)
+
+
+def of_both_roles(
+    name: str, costs: Costs, arrivals: ArrivalTable, prompts: SimulatedPrompts, machine: Machine
+) -> tuple[PrefillWorker, DecodeWorker]:
+    """Return the workers of a process that prefills and decodes."""
+    address = f"{name}:1"
+    chunks, steps = machine.processors(name, (CHUNK_WEIGHT, STEP_WEIGHT))
+    beside = _StepsBeside(costs)
+    prefill = PrefillWorker(address, costs, arrivals, prompts, chunks, beside)
+    decode = DecodeWorker(
+        address, costs, arrivals, machine, steps, prefill, on_span=beside.budget.stepped
+    )
+    beside.decode = decode
+    return prefill, decode
