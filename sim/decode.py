@@ -161,7 +161,7 @@ class DecodeWorker(SimulatedWorker):
             pages_free=pool.pages_free(self.processor.now()),
             slots_free=pool.slots_free,
             open_sessions=self._num_open,
-            output_tokens=pool.num_sampled,
+            output_tokens=pool.num_generated(self.processor.now()),
         )
 
     def _serve(self, call: SimulatedCall) -> None:

@@ -194,6 +194,12 @@ class DecodePool:
         """Return the number of rows that generate tokens now."""
         return len(self._running)
 
+    def num_generated(self, now_s: float) -> int:
+        """Return the tokens generated so far, those of the current span included."""
+        if self.span is None:
+            return self.num_sampled
+        return self.num_sampled + self._tokens(self.span.rounds_by(now_s)) * len(self._running)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from baton.load import Outcome
 from baton.workload import Planned
+from planner.capacity import Promise
+from planner.planner import RolePlanner
 from router.text.model_facts import ModelLimits
+from router.workers.worker import WorkerRole
 from runtime.clock import LoopClock
 from runtime.errors import InternalError
 from runtime.process.supervision import task_group
@@ -18,6 +21,7 @@ from sim.costs import Costs
 from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
 from sim.links import ArrivalTable
+from sim.planning import PLAN_INTERVAL_S, RoleChange, view_of
 from sim.prefill import PrefillWorker
 from sim.process import SimulatedProcess, of_both_roles
 from sim.prompts import VOCAB_SIZE
@@ -40,6 +44,7 @@ class FleetConfig:
     num_decode: int = 1
     num_routers: int = 1
     num_both: int = 0  # workers that prefill and decode
+    promise: Promise | None = None  # for the planner, which switches the roles of these workers
     costs: Costs = field(default_factory=Costs)
     router: RouterOptions = field(default_factory=RouterOptions)
     faults: tuple[Mishap, ...] = ()
@@ -87,6 +92,7 @@ class FleetRun:
     num_picks: int
     pick_s: float
     moved_bytes: float
+    switches: list[RoleChange]  # of roles, by the planner
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -170,6 +176,8 @@ class Fleet:
             list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts, machine
         )
         self._faults = config.faults
+        self._promise = config.promise
+        self._switches: list[RoleChange] = []
         self._samples: list[FleetState] = []
 
     async def play(self, load: Sequence[Planned]) -> FleetRun:
@@ -184,6 +192,11 @@ class Fleet:
             start_s = self._loop.time()
             others = [
                 beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
+                *(
+                    []
+                    if self._promise is None
+                    else [beside.create_task(self._plan(RolePlanner(self._promise), start_s))]
+                ),
                 *(
                     beside.create_task(unleash(fault, self._processes, self._routers))
                     for fault in self._faults
@@ -231,6 +244,16 @@ class Fleet:
                 interval_s *= 2
             await asyncio.sleep(interval_s)
 
+    async def _plan(self, planner: RolePlanner, start_s: float) -> None:
+        """Switch roles as planned, until cancelled."""
+        while True:
+            now = self._loop.time()
+            view = view_of(now, self._processes, list(self._routers.values()))
+            for name, roles in planner.plan(view).switches.items():
+                self._switches.append(RoleChange(now - start_s, name, tuple(sorted(roles))))
+                self._processes[name].set_roles(map(WorkerRole, roles))
+            await asyncio.sleep(PLAN_INTERVAL_S)
+
     def _check(self, num_requests: int) -> None:
         """Check the invariants after the last request.
 
@@ -271,4 +294,5 @@ class Fleet:
             num_picks,
             picked_s / max(num_picks, 1),
             sum(each.interface.num_bytes for each in self._prefill),
+            self._switches,
         )

@@ -35,6 +35,11 @@ class SimulatedProcess:
         return max(worker.start_s for worker in self.workers)
 
     @property
+    def is_serving(self) -> bool:
+        """Return whether it takes requests of any role."""
+        return any(worker.server.is_up and worker.load().serving for worker in self.workers)
+
+    @property
     def roles(self) -> tuple[WorkerRole, ...]:
         """Return the roles that it serves now."""
         return tuple(WorkerRole(worker.role) for worker in self.workers if worker.is_active)

@@ -134,6 +134,11 @@ class RouterProcess:
         for task in tuple(self._tasks):
             task.cancel()
 
+    @property
+    def num_running(self) -> int:
+        """Return the number of placed requests that have not ended."""
+        return round(self.registry.get_sample_value("baton_router_running") or 0)
+
     def picks(self) -> tuple[int, float]:
         """Return the number of choices of a worker, and the real time in seconds that they took."""
         count, seconds = (

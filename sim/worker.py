@@ -58,6 +58,7 @@ class SimulatedWorker(ABC):
         """Start a new, empty incarnation."""
         self._num_starts += 1
         self._is_draining = False
+        self.is_active = True
         self.journal = self._begin()
         self.server.is_up = True
 

@@ -73,6 +73,11 @@ class Admission:
         return len(self._line)
 
     @property
+    def waiting_tokens(self) -> float:
+        """Return the prompt tokens that queued requests have yet to be computed."""
+        return self._line.work.prompt_tokens
+
+    @property
     def num_let_in(self) -> int:
         """Return the number of requests admitted to the queue since the start."""
         return self._line.num_arrived

@@ -1,0 +1,121 @@
+"""The choice of roles for the workers of a fleet. Pure; driven by views of it.
+
+    view ─▶ estimates ─▶ headroom of each layout ─▶ roles
+
+The planner takes the layout whose smaller headroom is largest, also under a light load, so that a
+burst of the same mix finds the fleet ready.
+
+Switches are rare by construction. After a plan that changes roles there is none for `MIN_REST_S`,
+unless the load differs from that of the plan by more than chance explains, or workers came or went.
+A plan changes roles only if the headroom becomes larger by `LEAST_GAIN`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.capacity import CapacityModel, Layout, Promise, layouts
+from planner.estimates import Demand, FleetEstimates
+from planner.fleet_view import (
+    BOTH,
+    DECODE,
+    ONLY_DECODE,
+    ONLY_PREFILL,
+    PREFILL,
+    FleetView,
+    WorkerView,
+)
+
+MIN_REST_S = 30.0
+SHORT_REST_S = 3.0
+LEAST_GAIN = 1.25
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Roles to switch to, by address, and the saturation of each role before that.
+
+    The saturation is the load over the most load that keeps the promise; above 1 the role needs
+    more workers, in proportion. It is 0 while nothing is measured. Workers that start count as if
+    they served.
+    """
+
+    switches: Mapping[str, frozenset[str]]
+    saturation: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The latest plan that changed roles: its time, the load, and the number of workers."""
+
+    at_s: float
+    demand: Demand
+    num_workers: int
+
+
+@dataclass
+class RolePlanner:
+    """Planner of one fleet."""
+
+    promise: Promise
+    estimates: FleetEstimates = field(default_factory=FleetEstimates)
+    _latest: _Planned | None = None
+
+    def plan(self, view: FleetView) -> RolePlan:
+        """Apply a view; return the roles to switch and the saturation before that."""
+        self.estimates.observe(view)
+        model = CapacityModel(self.promise, self.estimates, view)
+        room = model.headroom(Layout.of(view.workers))
+        saturation = {PREFILL: _inverse(room.prefill), DECODE: _inverse(room.decode)}
+        serving = [worker for worker in view.workers if worker.is_serving]
+        switches: dict[str, frozenset[str]] = {}
+        if model.is_known and not self._rests(view.at_s, len(serving)):
+            switches = _better_roles(model, serving)
+        if switches:
+            self._latest = _Planned(view.at_s, self.estimates.demand, len(serving))
+        return RolePlan(switches, saturation)
+
+    def _rests(self, now_s: float, num_workers: int) -> bool:
+        """Return whether it is too early for another switch."""
+        latest = self._latest
+        if latest is None:
+            return False
+        is_other = latest.num_workers != num_workers or latest.demand.differs(self.estimates.demand)
+        return now_s < latest.at_s + (SHORT_REST_S if is_other else MIN_REST_S)
+
+
+def _better_roles(model: CapacityModel, workers: Sequence[WorkerView]) -> dict[str, frozenset[str]]:
+    """Return the switches to the best layout; none if it gains too little."""
+    now = Layout.of(workers)
+    best = max(
+        layouts(workers),
+        key=lambda layout: (model.headroom(layout).least, -layout.num_changes(now)),
+        default=now,
+    )
+    room = model.headroom(now).least
+    return switched(workers, best) if model.headroom(best).least > LEAST_GAIN * room else {}
+
+
+def _inverse(value: float) -> float:
+    return 1 / value if value else math.inf
+
+
+def switched(workers: Sequence[WorkerView], layout: Layout) -> dict[str, frozenset[str]]:
+    """Return the roles of the workers that change for a layout: those with the least to lose.
+
+    Workers with few requests in decode prefill; of the others those without prompts decode.
+    """
+    free = [worker for worker in workers if worker.able == BOTH]
+    num_prefill = layout.prefill - sum(worker.able == ONLY_PREFILL for worker in workers)
+    num_decode = layout.decode - sum(worker.able == ONLY_DECODE for worker in workers)
+    by_running = sorted(free, key=lambda each: (each.active != ONLY_PREFILL, each.running))
+    rest = sorted(
+        by_running[num_prefill:],
+        key=lambda each: (each.active != ONLY_DECODE, each.queued_tokens),
+    )
+    wanted = [
+        *((each, ONLY_PREFILL) for each in by_running[:num_prefill]),
+        *((each, ONLY_DECODE) for each in rest[:num_decode]),
+        *((each, BOTH) for each in rest[num_decode:]),
+    ]
+    return {each.address: roles for each, roles in wanted if each.active != roles}
