@@ -28,6 +28,7 @@ from baton.workload import (
     plan,
     superposed,
 )
+from planner.capacity import Promise
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import LogStyle, configure
@@ -208,6 +209,10 @@ def command(
     worker: Annotated[
         int, typer.Option(min=0, help="Number of workers that prefill and decode.")
     ] = 0,
+    planner: Annotated[
+        bool,
+        typer.Option("--planner", help="Switch the roles of --worker workers to fit the load."),
+    ] = False,
     routers: RoutersFlag = 1,
     watch_interval: Annotated[
         float,
@@ -235,12 +240,17 @@ def command(
             (0 if worker else 2) if prefill is None else prefill,
             (0 if worker else 1) if decode is None else decode,
             routers,
-            worker,
             flags.costs_read(),
             RouterOptions(flags.policy, watch_interval),
             tuple(map(Mishap.parse, fault or ())),
             flags.seed,
+            worker,
+            Promise(limits.ttft_s, limits.tpot_s) if planner else None,
         )
+        if planner and not worker:
+            raise ConfigError(
+                "--planner switches the roles of --worker workers; there are none", field="planner"
+            )
         for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode)):
             if not count + worker:
                 raise ConfigError(f"no worker of the fleet serves {role}", field=role)

@@ -43,12 +43,12 @@ class FleetConfig:
     num_prefill: int = 1
     num_decode: int = 1
     num_routers: int = 1
-    num_both: int = 0  # workers that prefill and decode
-    promise: Promise | None = None  # for the planner, which switches the roles of these workers
     costs: Costs = field(default_factory=Costs)
     router: RouterOptions = field(default_factory=RouterOptions)
     faults: tuple[Mishap, ...] = ()
     seed: int = 0
+    num_both: int = 0  # workers that prefill and decode
+    promise: Promise | None = None  # for the planner, which switches the roles of these workers
 
     @property
     def num_with_prefill(self) -> int:

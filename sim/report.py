@@ -44,6 +44,7 @@ def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object
         "waiting_max": max(sample.waiting for sample in run.samples),
         "cached_share": sum(each.cached_tokens for each in run.answered) / max(prompt_tokens, 1),
         "preemptions": run.num_preemptions,
+        "role_switches": len(run.switches),
         "moved_bytes": round(run.moved_bytes),
         "choices": run.num_picks,
         "machine_pick_s": run.pick_s,
@@ -71,6 +72,11 @@ def lines_of(figures: dict[str, object]) -> list[str]:
         "p90, {preemptions} preemptions".format_map(figures),
         "prefix caches served {cached_share:.1%} of all prompt tokens; at most {waiting_max} requests "
         "waited".format_map(figures),
+        *(
+            ["roles were switched {role_switches} times".format_map(figures)]
+            if figures["role_switches"]
+            else []
+        ),
         *([f"errors: {figures['errors']}"] if figures["errors"] else []),
         "simulated in {machine_wall_s:.1f} s, {machine_speed:.0f} times real time; a router's choice "
         "took {choice_us:.0f} us on this machine".format_map(
