@@ -100,6 +100,7 @@ _add_program("gateway", "baton.gateway", "Serve OpenAI's HTTP API in front of ro
 _add_program("prefill", "prefill", "Run one process of a prefill pool.")
 _add_program("decode", "decode", "Run one process of a decode pool.")
 _add_program("worker", "worker", "Run one process of a pool that prefills, decodes, or does both.")
+_add_program("planner", "planner", "Switch the roles of workers to fit the load.")
 _add_program("check", "pool.check", "Check that a model can be served; show its memory.")
 _add_program("simulate", "sim", "Simulate a fleet in virtual time before you build it.")
 _add_program("plan", "sim.plan", "Find the cheapest fleet for a load by simulation.")

@@ -277,6 +277,13 @@ class WorkerStatus:
     output_tokens: int = 0  # generated since its start
     tensor_size: int = 1  # tensor-parallel ranks (processes) of each stage
     data_ranks: tuple[DataRankStatus, ...] = ()  # data ranks of the pool, if there are several
+    able_roles: tuple[str, ...] = ()  # roles that it can serve
+    roles: tuple[str, ...] = ()  # roles that it serves now
+    roles_epoch: int = 0  # number of the latest switch of its roles
+    queued_tokens: int = 0  # prompt tokens to compute
+    max_batch_requests: int = 0  # computed at a time
+    prompt_tokens_per_s: float = 0.0  # while it has prompts, as the router measured; 0: not yet
+    token_s: float = 0.0  # seconds between tokens of one of its responses, likewise
 
 
 @dataclass(frozen=True)
@@ -297,3 +304,5 @@ class ClusterStatus:
     waiting_requests: int
     running_requests: int
     workers: tuple[WorkerStatus, ...]
+    waiting_tokens: int = 0  # prompt tokens of waiting requests
+    admitted_requests: int = 0  # since the router's start

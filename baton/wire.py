@@ -341,6 +341,8 @@ def cluster_status_of(response: pb.GetClusterStatusResponse) -> ClusterStatus:
         response.waiting_requests,
         response.running_requests,
         tuple(_worker_of(worker) for worker in response.workers),
+        response.waiting_tokens,
+        response.admitted_requests,
     )
 
 
@@ -358,4 +360,5 @@ def _worker_of(worker: pb.WorkerStatus) -> WorkerStatus:
         )
         for each in worker.data_ranks
     )
-    return WorkerStatus(**{**values, "stages": tuple(worker.stages), "data_ranks": ranks})
+    lists = {name: tuple(values[name]) for name in ("stages", "able_roles", "roles")}
+    return WorkerStatus(**{**values, **lists, "data_ranks": ranks})

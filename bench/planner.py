@@ -74,12 +74,12 @@ class Compared:
 def history_of(seed: int, most: int) -> History:
     """Return a history of at most `most` requests.
 
-    At a factor of 24 the load takes 40 to 95 % of what the fleet could do if its workers could
-    divide their time. The first phase has the factor 1.
+    At a factor of 24 the load takes 40 to 85 % of what the best split could serve. The first phase
+    has the factor 1.
     """
     rng = random.Random(f"history/{seed}")
     num_workers = rng.randint(3, 6)
-    peak = rng.uniform(0.4, 0.95)
+    peak = rng.uniform(0.4, 0.85)
     prompt, output = rng.choice(PROMPT_TOKENS), rng.choice(OUTPUT_TOKENS)
     load: list[Planned] = []
     began_s = 0.0
@@ -91,11 +91,22 @@ def history_of(seed: int, most: int) -> History:
             prompt = rng.choice(PROMPT_TOKENS)
         if rng.random() < 0.5:
             output = rng.choice(OUTPUT_TOKENS)
-        rate = num_workers * peak * factor / 24 / (prompt / PROMPT_RATE + output * OUTPUT_S)
+        rate = _most_rate(num_workers, prompt, output) * peak * factor / FACTORS[-1]
         load += list(_phase(rng, began_s, lasts_s, rate, prompt, output))[: most - len(load)]
         began_s += lasts_s
     death = (rng.randrange(num_workers), rng.uniform(0.2, 0.8) * load[-1].at_s, rng.uniform(0, 130))
     return History(tuple(load), num_workers, death if rng.random() < 0.5 else None)
+
+
+def _most_rate(num_workers: int, prompt: int, output: int) -> float:
+    """Return roughly the most requests per second that a static split serves."""
+    return max(
+        min(
+            (num_workers - num_decode) * PROMPT_RATE / prompt,
+            num_decode / (output * OUTPUT_S),
+        )
+        for num_decode in range(1, num_workers)
+    )
 
 
 def _phase(

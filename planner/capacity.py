@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from planner.estimates import FleetEstimates
 from planner.fleet_view import BOTH, ONLY_DECODE, ONLY_PREFILL, FleetView, WorkerView
@@ -14,6 +14,7 @@ MOST_PAGES = 0.9  # share of a worker's pages that may be promised
 BESIDE = (0.2, 0.4, 0.6, 0.8, 1.0)  # considered shares of the most that prefill may use
 LEAST_REQUESTS = 0.1  # on a worker that keeps the promise for none
 HALVINGS = 12
+EVEN_REQUESTS = 8  # of a load whose mix counts for half
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class CapacityModel:
         """Create the model; nothing may be observed while it is used."""
         self._promise = promise
         self._estimates = estimates
-        self._backlog_tokens = view.backlog_tokens
-        self._running = view.running
+        # What waits for room in decode is no backlog of prefill.
+        self._backlog_tokens = view.queued_tokens if view.is_decode_full else view.backlog_tokens
+        self._running = view.running + (view.waiting_requests if view.is_decode_full else 0)
         self._most_running = max((worker.most_running for worker in view.workers), default=1)
         self._most_use = cache(self._find_most_use)
         self._most_requests = cache(self._find_most_requests)
@@ -93,6 +95,24 @@ class CapacityModel:
             for share in BESIDE
         ]
         return max(rooms, key=lambda room: room.least)
+
+    def cautious(self, layout: Layout) -> float:
+        """Return the headroom of a layout if the mix of the load is partly unknown.
+
+        The fewer requests have arrived, the more the two roles are assumed to be wanted equally.
+        """
+        room = self.headroom(layout)
+        if not layout.both and 0 < room.prefill < math.inf and 0 < room.decode < math.inf:
+            count = self._estimates.demand.num_arrivals
+            shift: float = self._imbalance ** (EVEN_REQUESTS / (count + EVEN_REQUESTS) / 2)
+            return min(room.prefill * shift, room.decode / shift)
+        return room.least
+
+    @cached_property
+    def _imbalance(self) -> float:
+        """Return how much more of a prefill worker than of a decode worker is wanted."""
+        room = self.headroom(Layout(1, 1))
+        return room.decode / room.prefill
 
     def _prefill_room(self, layout: Layout) -> float:
         est = self._estimates

@@ -9,27 +9,28 @@ from dataclasses import dataclass, field
 from planner.fleet_view import FleetView, WorkerView, new_tokens
 
 FAST_S, SLOW_S = 2.0, 15.0  # half-lives of arrivals; the larger rate counts
-MIX_S = 30.0  # half-life of the lengths of prompts and responses
+MIX_REQUESTS = 20.0  # half-life of the lengths of prompts and responses, in requests
 SPEED_S = 120.0  # half-life of speeds
 # A worker that alternates chunks and steps, until it was measured: its share of the prompt tokens
 # per second of one that only prefills, and the duration of its steps over those without chunks.
 CHUNK_SHARE = 0.5
 STEP_RATIO = 3.0
 SETTLE_S = 5.0  # after a change of roles a worker's measured speeds are still those of before
+DEVIATIONS = 4.0
 MIN_ARRIVALS = 4  # fewer say nothing about a change of the load
 
 
 @dataclass
 class DecayedRatio:
-    """A mean whose samples lose half of their weight in `half_life_s`."""
+    """A mean whose samples lose half of their weight in `half_life`, in seconds or requests."""
 
-    half_life_s: float
+    half_life: float
     total: float = 0.0
     weight: float = 0.0
 
-    def add(self, total: float, weight: float, passed_s: float) -> None:
-        """Add a sample that was measured over the last `passed_s`."""
-        kept = 0.5 ** (passed_s / self.half_life_s)
+    def add(self, total: float, weight: float, passed: float) -> None:
+        """Add a sample, `passed` after the previous one."""
+        kept = 0.5 ** (passed / self.half_life)
         self.total = self.total * kept + total
         self.weight = self.weight * kept + weight
 
@@ -88,12 +89,12 @@ class Demand:
     def differs(self, other: "Demand") -> bool:
         """Return whether the loads differ by more than chance explains.
 
-        The bound is four standard deviations of a Poisson process with exponential lengths.
+        The bound is `DEVIATIONS` standard deviations of a Poisson process with exponential lengths.
         """
-        count = min(self.num_arrivals, other.num_arrivals)
         if max(self.num_arrivals, other.num_arrivals) < MIN_ARRIVALS:
             return False
-        factor = 1 + 4 * math.sqrt(2 / max(count, 1.0))
+        count = max(min(self.num_arrivals, other.num_arrivals), 1.0)
+        factor = 1 + DEVIATIONS * math.sqrt(2 / count)
         return any(
             max(a, b) > factor * min(a, b)
             for a, b in (
@@ -119,8 +120,8 @@ class FleetEstimates:
     _slow: DecayedRatio = field(default_factory=lambda: DecayedRatio(SLOW_S))
     _fast_tokens: DecayedRatio = field(default_factory=lambda: DecayedRatio(FAST_S))
     _slow_tokens: DecayedRatio = field(default_factory=lambda: DecayedRatio(SLOW_S))
-    _responses: DecayedRatio = field(default_factory=lambda: DecayedRatio(MIX_S))
-    _prompts: DecayedRatio = field(default_factory=lambda: DecayedRatio(MIX_S))
+    _responses: DecayedRatio = field(default_factory=lambda: DecayedRatio(MIX_REQUESTS))
+    _prompts: DecayedRatio = field(default_factory=lambda: DecayedRatio(MIX_REQUESTS))
     _alone: DecayedRatio = field(default_factory=lambda: DecayedRatio(SPEED_S))
     _beside: DecayedRatio = field(default_factory=lambda: DecayedRatio(SPEED_S))
     _since_s: dict[str, float] = field(default_factory=dict)  # of each worker's present roles
@@ -146,8 +147,12 @@ class FleetEstimates:
 
     @property
     def beside_rate(self) -> float:
-        """Return the prompt tokens per second of a worker that decodes, too."""
-        return self._beside.mean or self.alone_rate * CHUNK_SHARE
+        """Return the prompt tokens per second of a worker that decodes all the time, too.
+
+        While it decodes little, a higher rate is measured, which a larger load would not keep.
+        """
+        most = self.alone_rate * CHUNK_SHARE
+        return min(self._beside.mean, most) or most
 
     def token_s(self, num_requests: float, beside: float) -> float:
         """Return the time between tokens of one of these requests; 0 until measured.
@@ -174,8 +179,8 @@ class FleetEstimates:
         self._slow_tokens.add(arrived, passed_s, passed_s)
         self._fast.add(num_requests, passed_s, passed_s)
         self._slow.add(num_requests, passed_s, passed_s)
-        self._prompts.add(arrived, num_requests, passed_s)
-        self._responses.add(generated, num_ended, passed_s)
+        self._prompts.add(arrived, num_requests, num_requests)
+        self._responses.add(generated, num_ended, num_ended)
         earlier = {worker.address: worker for worker in before.workers}
         for worker in view.workers:
             was = earlier.get(worker.address)
@@ -189,10 +194,12 @@ class FleetEstimates:
         is_decoding = now.running > 0 and was.running > 0
         if now.queued_tokens and now.prompt_rate:
             rate = self._beside if is_decoding else self._alone
-            rate.add(now.prompt_rate * passed_s, passed_s, passed_s)
+            # Of a short queue the rate is that of single prompts, which is lower.
+            weight = passed_s * now.queued_tokens
+            rate.add(now.prompt_rate * weight, weight, passed_s)
         if is_decoding and now.token_s:
             is_beside = now.queued_tokens > 0 and was.queued_tokens > 0
             if is_beside or not now.queued_tokens + was.queued_tokens:
                 steps = self.steps_beside if is_beside else self.steps
                 steps.add((now.running + was.running) / 2, now.token_s, passed_s)
-            self.pages_share.add(now.pages_used, now.running, passed_s)
+            self.pages_share.add(now.pages_used, now.running + now.landing, passed_s)

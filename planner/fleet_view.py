@@ -7,6 +7,7 @@ PREFILL = "prefill"
 DECODE = "decode"
 ONLY_PREFILL, ONLY_DECODE = frozenset((PREFILL,)), frozenset((DECODE,))
 BOTH = ONLY_PREFILL | ONLY_DECODE
+FULL = 0.95  # share of its places from which decode is full
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class WorkerView:
     is_serving          whether it takes requests; false while it starts, drains or is lost
     queued_tokens       prompt tokens to compute
     running             requests in decode
+    landing             requests that wait for their prompt, with memory in decode
     most_running        requests that it decodes at a time
     pages_used          share of its pages
     prompt_rate         prompt tokens per second while it has prompts, as routers measure; 0 if unknown
@@ -32,6 +34,7 @@ class WorkerView:
     is_serving: bool = True
     queued_tokens: int = 0
     running: int = 0
+    landing: int = 0
     most_running: int = 1
     pages_used: float = 0.0
     prompt_rate: float = 0.0
@@ -54,7 +57,18 @@ class FleetView:
     @property
     def backlog_tokens(self) -> int:
         """Return the prompt tokens that arrived and are not computed."""
-        return self.waiting_tokens + sum(worker.queued_tokens for worker in self.workers)
+        return self.waiting_tokens + self.queued_tokens
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum(worker.queued_tokens for worker in self.workers)
+
+    @property
+    def is_decode_full(self) -> bool:
+        """Return whether requests wait for room in decode rather than for prefill."""
+        decoding = [worker for worker in self.workers if DECODE in worker.active]
+        room = sum(worker.most_running for worker in decoding if worker.is_serving)
+        return sum(worker.running + worker.landing for worker in decoding) >= FULL * room
 
     @property
     def running(self) -> int:

@@ -31,6 +31,9 @@ SHORT_REST_S = 3.0
 LEAST_GAIN = 1.25
 
 
+_RANK = {ONLY_PREFILL: 0, BOTH: 1, ONLY_DECODE: 2}
+
+
 @dataclass(frozen=True)
 class RolePlan:
     """Roles to switch to, by address, and the saturation of each role before that.
@@ -89,11 +92,12 @@ def _better_roles(model: CapacityModel, workers: Sequence[WorkerView]) -> dict[s
     now = Layout.of(workers)
     best = max(
         layouts(workers),
-        key=lambda layout: (model.headroom(layout).least, -layout.num_changes(now)),
+        key=lambda layout: (model.cautious(layout), -layout.num_changes(now)),
         default=now,
     )
-    room = model.headroom(now).least
-    return switched(workers, best) if model.headroom(best).least > LEAST_GAIN * room else {}
+    # A worker of both roles among others is new, and gets one of them without delay.
+    gain = 1.0 if 0 < now.both < len(workers) else LEAST_GAIN
+    return switched(workers, best) if model.cautious(best) > gain * model.cautious(now) else {}
 
 
 def _inverse(value: float) -> float:
@@ -103,12 +107,13 @@ def _inverse(value: float) -> float:
 def switched(workers: Sequence[WorkerView], layout: Layout) -> dict[str, frozenset[str]]:
     """Return the roles of the workers that change for a layout: those with the least to lose.
 
-    Workers with few requests in decode prefill; of the others those without prompts decode.
+    Workers with few requests in decode prefill; of the others those without prompts decode. Those
+    that have the role already come first, then those of both roles.
     """
     free = [worker for worker in workers if worker.able == BOTH]
     num_prefill = layout.prefill - sum(worker.able == ONLY_PREFILL for worker in workers)
     num_decode = layout.decode - sum(worker.able == ONLY_DECODE for worker in workers)
-    by_running = sorted(free, key=lambda each: (each.active != ONLY_PREFILL, each.running))
+    by_running = sorted(free, key=lambda each: (_RANK.get(each.active, 0), each.running))
     rest = sorted(
         by_running[num_prefill:],
         key=lambda each: (each.active != ONLY_DECODE, each.queued_tokens),

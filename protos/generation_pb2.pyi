@@ -222,7 +222,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("role", "address", "serving", "reason", "incarnation", "stages", "queued_requests", "running_requests", "pages_total", "pages_free", "slots_total", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "tensor_size", "data_ranks")
+    __slots__ = ("role", "address", "serving", "reason", "incarnation", "stages", "queued_requests", "running_requests", "pages_total", "pages_free", "slots_total", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "tensor_size", "data_ranks", "able_roles", "roles", "roles_epoch", "queued_tokens", "max_batch_requests", "prompt_tokens_per_s", "token_s")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,13 @@ class WorkerStatus(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_SIZE_FIELD_NUMBER: _ClassVar[int]
     DATA_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ABLE_ROLES_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    ROLES_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     serving: bool
@@ -259,19 +266,30 @@ class WorkerStatus(_message.Message):
     output_tokens: int
     tensor_size: int
     data_ranks: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRankLoad]
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ...) -> None: ...
+    able_roles: _containers.RepeatedScalarFieldContainer[str]
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    roles_epoch: int
+    queued_tokens: int
+    max_batch_requests: int
+    prompt_tokens_per_s: float
+    token_s: float
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., able_roles: _Optional[_Iterable[str]] = ..., roles: _Optional[_Iterable[str]] = ..., roles_epoch: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("model", "waiting_requests", "running_requests", "workers")
+    __slots__ = ("model", "waiting_requests", "running_requests", "workers", "waiting_tokens", "admitted_requests")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     waiting_requests: int
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, model: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    waiting_tokens: int
+    admitted_requests: int
+    def __init__(self, model: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., waiting_tokens: _Optional[int] = ..., admitted_requests: _Optional[int] = ...) -> None: ...
 
 class FlushCachesRequest(_message.Message):
     __slots__ = ()

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from runtime.errors import ConfigError
 
-SECTIONS = ("router", "prefill", "decode", "worker", "gateway")
+SECTIONS = ("router", "prefill", "decode", "worker", "gateway", "planner")
 _MAX_PORT_DIGITS = 5
 # Limit of every setting in seconds: gRPC counts milliseconds in 32 bits, which is 24 days.
 MAX_WAIT_S = 86_400

@@ -11,7 +11,6 @@ from baton.workload import Planned
 from planner.capacity import Promise
 from planner.planner import RolePlanner
 from router.text.model_facts import ModelLimits
-from router.workers.worker import WorkerRole
 from runtime.clock import LoopClock
 from runtime.errors import InternalError
 from runtime.process.supervision import task_group
@@ -21,7 +20,7 @@ from sim.costs import Costs
 from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
 from sim.links import ArrivalTable
-from sim.planning import PLAN_INTERVAL_S, RoleChange, view_of
+from sim.planning import PLAN_INTERVAL_S, RoleChange, SimulatedPlanner
 from sim.prefill import PrefillWorker
 from sim.process import SimulatedProcess, of_both_roles
 from sim.prompts import VOCAB_SIZE
@@ -176,8 +175,11 @@ class Fleet:
             list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts, machine
         )
         self._faults = config.faults
-        self._promise = config.promise
-        self._switches: list[RoleChange] = []
+        self._planner = (
+            None
+            if config.promise is None
+            else SimulatedPlanner(RolePlanner(config.promise), self._routers, self._processes)
+        )
         self._samples: list[FleetState] = []
 
     async def play(self, load: Sequence[Planned]) -> FleetRun:
@@ -194,8 +196,8 @@ class Fleet:
                 beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
                 *(
                     []
-                    if self._promise is None
-                    else [beside.create_task(self._plan(RolePlanner(self._promise), start_s))]
+                    if self._planner is None
+                    else [beside.create_task(self._plan(self._planner, start_s))]
                 ),
                 *(
                     beside.create_task(unleash(fault, self._processes, self._routers))
@@ -244,14 +246,10 @@ class Fleet:
                 interval_s *= 2
             await asyncio.sleep(interval_s)
 
-    async def _plan(self, planner: RolePlanner, start_s: float) -> None:
+    async def _plan(self, planner: SimulatedPlanner, start_s: float) -> None:
         """Switch roles as planned, until cancelled."""
         while True:
-            now = self._loop.time()
-            view = view_of(now, self._processes, list(self._routers.values()))
-            for name, roles in planner.plan(view).switches.items():
-                self._switches.append(RoleChange(now - start_s, name, tuple(sorted(roles))))
-                self._processes[name].set_roles(map(WorkerRole, roles))
+            planner.step(self._loop.time() - start_s)
             await asyncio.sleep(PLAN_INTERVAL_S)
 
     def _check(self, num_requests: int) -> None:
@@ -294,5 +292,5 @@ class Fleet:
             num_picks,
             picked_s / max(num_picks, 1),
             sum(each.interface.num_bytes for each in self._prefill),
-            self._switches,
+            [] if self._planner is None else self._planner.changes,
         )

@@ -1,12 +1,13 @@
-"""The planner over a simulated fleet."""
+"""The planner over a simulated fleet: it reads the simulated routers as it reads real ones."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from planner.fleet_view import FleetView, WorkerView
-from router.workers.worker import Worker, WorkerRole
-from sim.decode import DecodeWorker
-from sim.prefill import PrefillWorker
+from baton.wire import cluster_status_of
+from planner.planner import RolePlanner
+from planner.reader import FleetReader
+from protos import generation_pb2
+from router.workers.worker import WorkerRole
 from sim.process import SimulatedProcess
 from sim.router import RouterProcess
 
@@ -22,60 +23,38 @@ class RoleChange:
     roles: tuple[str, ...]
 
 
-def view_of(
-    at_s: float, processes: Mapping[str, SimulatedProcess], routers: Sequence[RouterProcess]
-) -> FleetView:
-    """Return what a planner sees of a fleet."""
-    up = [router for router in routers if router.is_up]
-    waiting = [router.services.admission for router in up]
-    running = sum(router.num_running for router in up)
-    num_waiting = sum(admission.num_waiting for admission in waiting)
-    known = [
-        {(worker.role, worker.address): worker for worker in router.services.directory.workers}
-        for router in up
-    ]
-    return FleetView(
-        at_s,
-        tuple(_worker_view(process, known) for process in processes.values()),
-        num_waiting,
-        round(sum(admission.waiting_tokens for admission in waiting)),
-        sum(admission.num_let_in for admission in waiting),
-        running + num_waiting,
-    )
+@dataclass
+class SimulatedPlanner:
+    """A planner with the routers that it reads and the processes that it switches."""
+
+    planner: RolePlanner
+    routers: Mapping[str, RouterProcess]
+    processes: Mapping[str, SimulatedProcess]
+    changes: list[RoleChange] = field(default_factory=list)
+    _reader: FleetReader = field(default_factory=FleetReader)
+
+    def step(self, at_s: float) -> None:
+        """Read the routers that are up, and switch roles as planned."""
+        statuses = {
+            name: cluster_status_of(_status(router))
+            for name, router in self.routers.items()
+            if router.is_up
+        }
+        if not statuses:
+            return
+        plan = self.planner.plan(self._reader.read(at_s, statuses))
+        for address, roles in plan.switches.items():
+            name = address.partition(":")[0]
+            self.changes.append(RoleChange(at_s, name, tuple(sorted(roles))))
+            self.processes[name].set_roles(map(WorkerRole, roles))
 
 
-def _worker_view(
-    process: SimulatedProcess, known: Sequence[Mapping[tuple[WorkerRole, str], Worker]]
-) -> WorkerView:
-    queued = running = num_prompt_tokens = num_output_tokens = 0
-    pages_used = prompt_rate = token_s = 0.0
-    most = 1
-    for worker in process.workers:
-        load = worker.load()
-        seen = [each[WorkerRole(worker.role), worker.address] for each in known]
-        if isinstance(worker, PrefillWorker):
-            queued, num_prompt_tokens = load.queued_tokens, load.prompt_tokens
-            prompt_rate = max((each.prefill_pace.tokens_per_s or 0.0 for each in seen), default=0.0)
-        elif isinstance(worker, DecodeWorker):
-            info = worker.info()
-            running = load.running_requests + load.queued_requests - load.open_sessions
-            num_output_tokens = load.output_tokens
-            most = info.max_batch_requests
-            pages_used = 1 - load.pages_free / info.pages_total
-            token_s = max(
-                (each.decode_pace.token_s(each.num_booked) or 0.0 for each in seen), default=0.0
-            )
-    return WorkerView(
-        process.name,
-        frozenset(worker.role for worker in process.workers),
-        frozenset(process.roles),
-        process.is_serving,
-        queued,
-        running,
-        most,
-        pages_used,
-        prompt_rate,
-        token_s,
-        num_prompt_tokens,
-        num_output_tokens,
+def _status(router: RouterProcess) -> generation_pb2.GetClusterStatusResponse:
+    services = router.services
+    return generation_pb2.GetClusterStatusResponse(
+        waiting_requests=services.admission.num_waiting,
+        running_requests=router.num_running,
+        workers=services.directory.status(),
+        waiting_tokens=round(services.admission.waiting_tokens),
+        admitted_requests=services.admission.num_let_in,
     )

@@ -34,16 +34,6 @@ class SimulatedProcess:
         """Return the duration of a start, in seconds."""
         return max(worker.start_s for worker in self.workers)
 
-    @property
-    def is_serving(self) -> bool:
-        """Return whether it takes requests of any role."""
-        return any(worker.server.is_up and worker.load().serving for worker in self.workers)
-
-    @property
-    def roles(self) -> tuple[WorkerRole, ...]:
-        """Return the roles that it serves now."""
-        return tuple(WorkerRole(worker.role) for worker in self.workers if worker.is_active)
-
     def set_roles(self, roles: Iterable[WorkerRole]) -> None:
         """Serve these of its roles from now on."""
         wanted = set(roles)
@@ -115,4 +105,5 @@ def of_both_roles(
         address, costs, arrivals, machine, steps, prefill, on_span=beside.budget.stepped
     )
     beside.decode = decode
+    prefill.process_workers = decode.process_workers = (prefill, decode)
     return prefill, decode

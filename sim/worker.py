@@ -1,6 +1,7 @@
 """Common part of simulated workers: their process, and their reports."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from pool.prefix.journal import PointJournal
@@ -50,6 +51,8 @@ class SimulatedWorker(ABC):
         self._num_starts = 0
         self._is_draining = False
         self.is_active = True  # whether it serves its role
+        # The workers of a process of several roles, this one included.
+        self.process_workers: Sequence[SimulatedWorker] = ()
         self.watchers: dict[Watcher, None] = {}
         self.server = Server(address, self._methods())
         self.start()
@@ -167,6 +170,7 @@ class SimulatedWorker(ABC):
                 num_layers=model.num_layers,
                 page_size=model.page_size,
                 wire_version=WIRE_VERSION,
+                roles=[worker.role for worker in self.process_workers] or [self.role],
             )
         )
         return info
@@ -175,6 +179,9 @@ class SimulatedWorker(ABC):
         """Return the current load."""
         if self._is_draining:
             return self._reported(serving=False, reason="draining")
-        return self._reported(
+        load = self._reported(
             serving=self.is_active, reason="" if self.is_active else "it was switched off"
         )
+        if self.process_workers:
+            load.roles.extend(worker.role for worker in self.process_workers if worker.is_active)
+        return load

@@ -188,6 +188,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             waiting_requests=num_waiting,
             running_requests=max(0, self.num_active - num_waiting),
             workers=workers,
+            waiting_tokens=round(self._services.admission.waiting_tokens),
+            admitted_requests=self._services.admission.num_let_in,
         )
 
     async def FlushCaches(

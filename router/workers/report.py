@@ -117,8 +117,17 @@ def _status(worker: Worker, reason: str) -> generation_pb2.WorkerStatus:
         prompt_tokens=load.prompt_tokens,
         output_tokens=load.output_tokens,
         data_ranks=load.data_ranks,
+        roles_epoch=load.roles_epoch,
+        queued_tokens=load.queued_tokens,
+        prompt_tokens_per_s=worker.prefill_pace.tokens_per_s or 0.0,
+        token_s=worker.decode_pace.token_s(worker.num_booked) or 0.0,
     )
     if worker.info is not None:
+        status.able_roles.extend(worker.info.roles or [worker.role])
+        status.roles.extend(load.roles or status.able_roles)
+        status.max_batch_requests = (
+            worker.info.max_batch_requests or worker.info.max_running_requests
+        )
         status.incarnation = worker.info.incarnation
         status.stages.extend(worker.info.stages)
         status.tensor_size = worker.info.tensor_size

@@ -17,6 +17,7 @@ from runtime.observe.metrics import (
     CacheMetrics,
     HandoffMetrics,
     LeaderMetrics,
+    PlannerMetrics,
     PoolMetrics,
     RefusalMetrics,
     RouterMetrics,
@@ -50,6 +51,7 @@ ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
     "worker": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
     "follower": (RpcMetrics, StageMetrics, RefusalMetrics),
+    "planner": (PlannerMetrics,),
 }
 _UNITS = {
     "seconds": "seconds",

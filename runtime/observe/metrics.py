@@ -186,6 +186,41 @@ class RpcMetrics:
 
 
 @dataclass(frozen=True)
+class PlannerMetrics:
+    """The planner's view of the fleet, and what it did."""
+
+    saturation: Gauge
+    switches: Counter
+    readings: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            saturation=_gauge(
+                registry,
+                "saturation_ratio",
+                "Load of a role over the most that keeps the service level; above 1 it needs more "
+                "workers, in proportion.",
+                "role",
+            ),
+            switches=_counter(
+                registry,
+                "role_switches",
+                "Switches of a worker's roles: switched, failed, or planned in a dry run.",
+                "outcome",
+                zeros=(("switched",), ("failed",), ("planned",)),
+            ),
+            readings=_counter(
+                registry,
+                "planner_readings",
+                "Readings of a router's status.",
+                "outcome",
+                zeros=(("read",), ("failed",)),
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class RouterMetrics:
     """Client-visible latencies, and the router's decisions."""
 

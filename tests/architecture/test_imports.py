@@ -34,12 +34,13 @@ ALLOWED = {
     "worker": ("prefill", "decode", "pool", "engine", "models", "transfer", "protos", "runtime"),
     "router": ("protos", "runtime"),
     "baton": ("protos", "runtime"),
+    "planner": ("baton", "runtime"),
     "demo": ("engine", "models", "runtime"),
-    "bench": ("baton", "decode.event_sender", "demo", "engine", "models", "pool", "protos", "router", "runtime", "sim",
+    "bench": ("baton", "decode.event_sender", "demo", "engine", "models", "planner", "pool", "protos", "router", "runtime", "sim",
               "testing", "transfer", "tests.support"),
-    "sim": ("baton", "engine", "pool", "prefill", "protos", "router", "runtime"),
+    "sim": ("baton", "engine", "planner", "pool", "prefill", "protos", "router", "runtime", "worker.chunk_budget"),
     "testing": ("engine", "transfer", "protos", "runtime"),
-    "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests", "worker.config"),
+    "tools": ("baton", "planner", "pool", "protos", "router", "runtime", "sim", "testing", "tests", "worker.config"),
 }  # fmt: skip
 # The folders of `engine/` from the lowest to the highest: each imports only earlier ones.
 ENGINE_ROOMS = (
@@ -74,7 +75,7 @@ DEVICE_SPECULATION = {
     "engine.speculative.attention.multistep_device",
     "engine.speculative.attention.multistep_paged",
 }
-TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
+TORCH_FREE = ("baton", "planner", "protos", "router", "runtime", "transfer")
 
 
 def breaches(package: str) -> list[str]:

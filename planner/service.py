@@ -1,0 +1,144 @@
+"""The planner's process: read the routers, plan, switch roles, export the saturation."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from baton.client import AsyncBatonClient
+from baton.roles import set_roles
+from baton.values import ClusterStatus
+from planner.config import PlannerConfig
+from planner.fleet_view import DECODE, PREFILL
+from planner.planner import RolePlanner
+from planner.reader import FleetReader
+from runtime.clock import Clock, SystemClock
+from runtime.errors import BatonError
+from runtime.observe.exposition import Exposition, new_registry
+from runtime.observe.metrics import PlannerMetrics
+from runtime.process.supervision import StopSignal, background
+from runtime.security.access import ChannelSecurity, client_security
+from runtime.version import VERSION
+
+READ_S = 5.0  # limit of one reading of one router
+
+logger = logging.getLogger(__name__)
+
+
+class PlannerService:
+    """The loop of the planner over routers, given by name."""
+
+    def __init__(
+        self,
+        routers: Mapping[str, AsyncBatonClient],
+        planner: RolePlanner,
+        metrics: PlannerMetrics,
+        security: ChannelSecurity,
+        clock: Clock,
+        *,
+        acts: bool,
+    ) -> None:
+        """Create the loop. If it does not act, plans are only logged."""
+        self._routers = routers
+        self._planner = planner
+        self._metrics = metrics
+        self._security = security
+        self._clock = clock
+        self._acts = acts
+        self._reader = FleetReader()
+        self._unread: frozenset[str] = frozenset()
+
+    async def run(self, interval_s: float) -> None:
+        """Plan at an interval until cancelled."""
+        while True:
+            began_s = self._clock.now()
+            await self.step()
+            await asyncio.sleep(max(began_s + interval_s - self._clock.now(), 0.0))
+
+    async def step(self) -> None:
+        """Read all routers, and switch roles if that is better."""
+        statuses = await self._read()
+        if not statuses:
+            return
+        plan = self._planner.plan(self._reader.read(self._clock.now(), statuses))
+        for role in (PREFILL, DECODE):
+            self._metrics.saturation.labels(role).set(plan.saturation[role])
+        if plan.switches:
+            await asyncio.gather(
+                *(self._switch(address, sorted(roles)) for address, roles in plan.switches.items())
+            )
+
+    async def _read(self) -> dict[str, ClusterStatus]:
+        """Return the status of every router that answers in time."""
+        names = list(self._routers)
+        answers = await asyncio.gather(
+            *(self._status(name) for name in names), return_exceptions=False
+        )
+        found = {
+            name: answer for name, answer in zip(names, answers, strict=True) if answer is not None
+        }
+        self._unread = frozenset(names) - found.keys()
+        return found
+
+    async def _status(self, name: str) -> ClusterStatus | None:
+        try:
+            async with asyncio.timeout(READ_S):
+                status = await self._routers[name].cluster_status()
+        except (BatonError, TimeoutError) as error:
+            self._metrics.readings.labels("failed").inc()
+            if name not in self._unread:
+                reason = str(error) or f"no answer in {READ_S:g} s"
+                logger.warning("cannot read a router", extra={"router": name, "reason": reason})
+            return None
+        self._metrics.readings.labels("read").inc()
+        return status
+
+    async def _switch(self, address: str, roles: list[str]) -> None:
+        outcome = "planned"
+        if self._acts:
+            try:
+                await set_roles(address, roles, self._security)
+                outcome = "switched"
+            except BatonError as error:
+                outcome = "failed"
+                logger.warning(
+                    "cannot switch roles", extra={"worker": address, "reason": str(error)}
+                )
+        self._metrics.switches.labels(outcome).inc()
+        if outcome != "failed":
+            logger.info("roles %s", outcome, extra={"worker": address, "roles": ",".join(roles)})
+
+
+async def serve(config: PlannerConfig, stop: StopSignal) -> None:
+    """Plan until `stop`.
+
+    Raises:
+        ConfigError: a certificate, a token file or the metrics port cannot be used.
+    """
+    security = client_security(
+        tls_ca=config.tls_ca,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        token_file=config.token_file,
+        server_name="",
+    )
+    registry = new_registry(role="planner", version=VERSION)
+    metrics = PlannerMetrics.create(registry)
+    async with AsyncExitStack() as stack:
+        if config.metrics_port is not None:
+            exposition = Exposition.start(
+                registry, port=config.metrics_port, host=config.metrics_host
+            )
+            stack.callback(exposition.close)
+            logger.info("metrics", extra={"port": exposition.port})
+        routers = {
+            router: await stack.enter_async_context(AsyncBatonClient(router, security=security))
+            for router in config.router
+        }
+        planner = RolePlanner(config.promise)
+        service = PlannerService(
+            routers, planner, metrics, security, SystemClock(), acts=not config.dry_run
+        )
+        logger.info("planner runs", extra={"slo": config.slo, "dry_run": config.dry_run})
+        async with background(stop, service.run(config.interval_s)):
+            await stop.wait()
