@@ -60,13 +60,19 @@ class PlannerService:
         statuses = await self._read()
         if not statuses:
             return
-        plan = self._planner.plan(self._reader.read(self._clock.now(), statuses))
+        view = self._reader.read(self._clock.now(), statuses)
+        plan = self._planner.plan(view)
         for role in (PREFILL, DECODE):
             self._metrics.saturation.labels(role).set(plan.saturation[role])
-        if plan.switches:
-            await asyncio.gather(
-                *(self._switch(address, sorted(roles)) for address, roles in plan.switches.items())
-            )
+        # Roles are switched on before others are switched off, so that each is always served.
+        active = {worker.address: worker.active for worker in view.workers}
+        for address, roles in plan.switches.items():
+            before = active.get(address, roles)
+            if self._acts and not before >= roles:
+                await self._set(address, before | roles)
+        await asyncio.gather(
+            *(self._switch(address, roles) for address, roles in plan.switches.items())
+        )
 
     async def _read(self) -> dict[str, ClusterStatus]:
         """Return the status of every router that answers in time."""
@@ -93,20 +99,23 @@ class PlannerService:
         self._metrics.readings.labels("read").inc()
         return status
 
-    async def _switch(self, address: str, roles: list[str]) -> None:
+    async def _switch(self, address: str, roles: frozenset[str]) -> None:
         outcome = "planned"
         if self._acts:
-            try:
-                await set_roles(address, roles, self._security)
-                outcome = "switched"
-            except BatonError as error:
-                outcome = "failed"
-                logger.warning(
-                    "cannot switch roles", extra={"worker": address, "reason": str(error)}
-                )
+            outcome = "switched" if await self._set(address, roles) else "failed"
         self._metrics.switches.labels(outcome).inc()
         if outcome != "failed":
-            logger.info("roles %s", outcome, extra={"worker": address, "roles": ",".join(roles)})
+            names = ",".join(sorted(roles))
+            logger.info("roles %s", outcome, extra={"worker": address, "roles": names})
+
+    async def _set(self, address: str, roles: frozenset[str]) -> bool:
+        """Set the roles of a worker; return whether it did."""
+        try:
+            await set_roles(address, sorted(roles), self._security)
+        except BatonError as error:
+            logger.warning("cannot switch roles", extra={"worker": address, "reason": str(error)})
+            return False
+        return True
 
 
 async def serve(config: PlannerConfig, stop: StopSignal) -> None:

@@ -1,10 +1,12 @@
 """`baton plan`: a search for the cheapest fleet that meets a service level, by simulation."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -13,7 +15,6 @@ from baton.finite import finite
 from baton.load import Slo
 from baton.workload import Planned
 from runtime.errors import ConfigError
-from sim.aggregated import aggregated
 from sim.command import (
     LoadFlags,
     RoutersFlag,
@@ -27,6 +28,9 @@ from sim.router import RouterOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+# Multiples of the given load that are compared as long as disaggregation pays, and until it does.
+LESS_LOADS = (0.5, 0.25)
+MORE_LOADS = (2.0, 4.0)
 Attainment = Callable[[int, int], float]
 """Returns the share of requests that meet the SLO, for given numbers of prefill and decode workers.
 """
@@ -34,11 +38,12 @@ Attainment = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of a worker of each role, and the maximum number of workers of a role."""
+    """Price of a worker of each role and of both, and the maximum number of workers of a role."""
 
     prefill: float = 1.0
     decode: float = 1.0
     most: int = 64
+    both: float = 1.0
 
 
 @dataclass
@@ -122,12 +127,33 @@ def least(enough: int, suffices: Callable[[int], bool]) -> int:
 
 
 @dataclass(frozen=True)
+class Cheapest:
+    """The cheapest sufficient fleets for one load: numbers of workers, and prices.
+
+    `aggregated_workers` is None if no allowed number of workers of both roles is sufficient, and
+    `prefill_workers` 0 if no allowed fleet of prefill and decode workers is.
+    """
+
+    prefill_workers: int
+    decode_workers: int
+    price: float
+    aggregated_workers: int | None
+    aggregated_price: float
+
+    @property
+    def pays(self) -> bool:
+        """Return whether disaggregation is cheaper."""
+        return self.price < self.aggregated_price
+
+
+@dataclass(frozen=True)
 class FleetPlan:
     """Result of a search.
 
     Shares are of requests that meet the SLO. `aggregated` is the share for as many workers that
     both prefill and decode. `aggregated_workers` is the number of these that would be sufficient,
-    None if twice `Prices.most` are not.
+    None if twice `Prices.most` are not. `pays_from` is the least of the compared loads for which
+    disaggregation is cheaper, as a multiple of the given one; None if it is for none.
     """
 
     prefill_workers: int
@@ -138,6 +164,8 @@ class FleetPlan:
     share_with_a_decode_worker_less: float
     aggregated: float
     aggregated_workers: int | None
+    aggregated_price: float | None
+    pays_from: float | None
     fleets_tried: int
     machine_wall_s: float
 
@@ -152,14 +180,101 @@ class FleetPlan:
             f"with one prefill worker less {self.share_with_a_prefill_worker_less:.1%}, with one decode worker less "
             f"{self.share_with_a_decode_worker_less:.1%}"
         )
-        verdict = "better" if self.aggregated > self.share else "no better"
-        yield f"{size} aggregated workers would meet it for {self.aggregated:.1%}, which is {verdict}"
+        yield f"{size} workers of both roles would meet it for {self.aggregated:.1%}"
         yield (
-            "no allowed number of aggregated workers would be enough"
+            "no allowed number of workers of both roles would be enough"
             if self.aggregated_workers is None
-            else f"{self.aggregated_workers} aggregated workers would be enough"
+            else f"{self.aggregated_workers} workers of both roles would be enough, at {self.aggregated_price:g}"
         )
+        yield self.verdict
         yield f"{self.fleets_tried} fleets tried in {self.machine_wall_s:.0f} s"
+
+    @property
+    def verdict(self) -> str:
+        """Return in one line whether disaggregation pays, and from which load on."""
+        if self.pays_from is None:
+            return f"disaggregation does not pay for this load, nor for up to {MORE_LOADS[-1]:g} times as much"
+        if self.pays_from > 1:
+            return f"disaggregation does not pay for this load; it does from {self.pays_from:g} times this load on"
+        if self.pays_from > LESS_LOADS[-1]:
+            return f"disaggregation pays for this load, from {self.pays_from:g} times it on"
+        return f"disaggregation pays for this load, and still for {self.pays_from:g} times it"
+
+
+class _Planner:
+    """The search for fleets, at the given load and at multiples of it."""
+
+    def __init__(
+        self, config: FleetConfig, load: list[Planned], slo: Slo, wanted: float, prices: Prices
+    ) -> None:
+        self._config = config
+        self._load = load
+        self._slo = slo
+        self._wanted = wanted
+        self._prices = prices
+        self.num_tried = 0
+        self.share = cache(self._share)
+
+    def _share(self, prefill: int, decode: int, both: int, times: float = 1.0) -> float:
+        """Simulate a fleet under `times` the load; return the share of good requests."""
+        fleet = replace(self._config, num_prefill=prefill, num_decode=decode, num_both=both)
+        load = [replace(planned, at_s=planned.at_s / times) for planned in self._load]
+        share = sum(map(self._slo.is_met, simulate(fleet, load).outcomes)) / len(load)
+        self.num_tried += 1
+        named = (
+            f"{both} workers of both roles"
+            if both
+            else f"{prefill} prefill and {decode} decode workers"
+        )
+        at = "" if times == 1 else f" at {times:g} times the load"
+        print(f"{named} meet the SLO for {share:.1%}{at}", file=sys.stderr)
+        return share
+
+    def search(self, times: float = 1.0) -> FleetSearch:
+        """Return a search among fleets of prefill and decode workers."""
+        return FleetSearch(
+            lambda prefill, decode: self.share(prefill, decode, 0, times),
+            self._wanted,
+            self._prices,
+        )
+
+    def num_both(self, times: float = 1.0) -> int | None:
+        """Return the sufficient number of workers of both roles; None if no allowed one is."""
+        enough, most = 1, 2 * self._prices.most
+        while self.share(0, 0, enough, times) < self._wanted:
+            if enough == most:
+                return None
+            enough = min(2 * enough, most)
+        return least(enough, lambda count: self.share(0, 0, count, times) >= self._wanted)
+
+    def cheapest(self, times: float) -> Cheapest:
+        """Return the cheapest fleets under `times` the load."""
+        search = self.search(times)
+        try:
+            prefill, decode = search.cheapest()
+            price = search.price(prefill, decode)
+        except ConfigError:
+            prefill, decode, price = 0, 0, math.inf
+        return self.compared(prefill, decode, price, self.num_both(times))
+
+    def compared(self, prefill: int, decode: int, price: float, num_both: int | None) -> Cheapest:
+        """Return both kinds of fleets with their prices."""
+        both_price = math.inf if num_both is None else num_both * self._prices.both
+        return Cheapest(prefill, decode, price, num_both, both_price)
+
+    def pays_from(self, *, pays: bool) -> float | None:
+        """Return the least of the compared loads for which disaggregation pays.
+
+        `pays`: whether it does for the given load.
+        """
+        if pays:
+            paid = 1.0
+            for times in LESS_LOADS:
+                if not self.cheapest(times).pays:
+                    break
+                paid = times
+            return paid
+        return next((times for times in MORE_LOADS if self.cheapest(times).pays), None)
 
 
 def plan_fleet(
@@ -171,32 +286,22 @@ def plan_fleet(
         ConfigError: no allowed fleet is sufficient.
     """
     began_s = time.perf_counter()
-
-    def attainment(prefill: int, decode: int) -> float:
-        run = simulate(replace(config, num_prefill=prefill, num_decode=decode), load)
-        share = sum(map(slo.is_met, run.outcomes)) / len(load)
-        print(
-            f"{prefill} prefill and {decode} decode workers meet the SLO for {share:.1%}",
-            file=sys.stderr,
-        )
-        return share
-
-    def together(count: int) -> float:
-        return sum(map(slo.is_met, aggregated(count, config.costs, load))) / len(load)
-
-    search = FleetSearch(attainment, wanted, prices)
+    planner = _Planner(config, load, slo, wanted, prices)
+    search = planner.search()
     prefill, decode = search.cheapest()
-    most = 2 * prices.most
+    found = planner.compared(prefill, decode, search.price(prefill, decode), planner.num_both())
     return FleetPlan(
         prefill,
         decode,
-        search.price(prefill, decode),
+        found.price,
         search.share(prefill, decode),
         search.share(prefill - 1, decode),
         search.share(prefill, decode - 1),
-        together(prefill + decode),
-        least(most, lambda count: together(count) >= wanted) if together(most) >= wanted else None,
-        len(search.tried),
+        planner.share(0, 0, prefill + decode),
+        found.aggregated_workers,
+        None if found.aggregated_workers is None else found.aggregated_price,
+        planner.pays_from(pays=found.pays),
+        planner.num_tried,
         time.perf_counter() - began_s,
     )
 
@@ -219,10 +324,18 @@ def command(
     decode_price: Annotated[
         float, typer.Option(min=0.001, callback=finite, help="Price of a decode worker.")
     ] = 1.0,
+    worker_price: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            help="Price of a worker of both roles; default: the higher of the other two.",
+        ),
+    ] = None,
 ) -> None:
     """Search for the cheapest fleet that serves a load within an SLO, by simulating fleets.
 
-    Also shows the result for as many workers that both prefill and decode.
+    Also says whether disaggregation pays: whether workers that prefill and decode would cost more.
     """
     with one_line_errors("plan"):
         limits = parse_slo(flags.slo)
@@ -237,7 +350,12 @@ def command(
             flags.planned(config.costs),
             limits,
             share,
-            Prices(prefill_price, decode_price, most),
+            Prices(
+                prefill_price,
+                decode_price,
+                most,
+                worker_price or max(prefill_price, decode_price),
+            ),
         )
         print(json.dumps(asdict(found)) if flags.as_json else "\n".join(found.lines(limits)))
 

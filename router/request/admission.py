@@ -35,6 +35,7 @@ from runtime.errors import BatonError, CapacityError, DeadlineError, Unavailable
 from runtime.observe.metrics import RouterMetrics
 
 LOOK_S = 1.0  # between two lookups of the workers that have a queued prompt cached
+MIN_TIMEOUT_S = 1e-6  # a shorter one may end before the clock has moved
 SWEEP_S = 0.25  # between two sweeps for requests that can no longer meet their deadline
 
 
@@ -118,7 +119,7 @@ class Admission:
             timeout_s = None
             if not self._directory.is_paired:
                 timeout_s = self._grace_s - self._directory.pairless_s
-                if timeout_s <= 0:
+                if timeout_s < MIN_TIMEOUT_S:
                     self._fail_all()
                     continue
             with suppress(TimeoutError):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRODUCT = ("baton", "bench", "decode", "demo", "engine", "models", "pool", "prefill", "protos", "router", "runtime",
-           "sim", "testing", "tools", "transfer", "worker")  # fmt: skip
+PRODUCT = ("baton", "bench", "decode", "demo", "engine", "models", "planner", "pool", "prefill", "protos", "router",
+           "runtime", "sim", "testing", "tools", "transfer", "worker")  # fmt: skip
 PACKAGES = (*PRODUCT, "tests")
 
 

@@ -1,5 +1,4 @@
-"""The search against trying every fleet, workers that do both against times reckoned by hand, and
-the command."""
+"""The search against trying every fleet, the verdict, and the command."""
 
 import itertools
 import json
@@ -7,17 +6,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from baton.workload import Planned
 from runtime.errors import ConfigError
-from sim.aggregated import aggregated
-from sim.costs import Costs, DecodeCosts, ModelCosts, PrefillCosts
-from sim.plan import FleetSearch, Prices, app
-
-COSTS = Costs(
-    model=ModelCosts(page_size=16, max_context_tokens=4096),
-    prefill=PrefillCosts(step_s=0.1, token_s=0.001, pair_s=0, chunk_tokens=1000),
-    decode=DecodeCosts(step_s=0.02, row_s=0, context_s=0, num_pages=100),
-)
+from sim.plan import FleetPlan, FleetSearch, Prices, app
 
 
 @pytest.mark.parametrize("prices", [Prices(1, 1, 9), Prices(3, 1, 9), Prices(1, 5, 9)])
@@ -43,24 +33,28 @@ def test_an_unreachable_goal_is_an_error() -> None:
         FleetSearch(lambda prefill, decode: 0.5, 0.9, Prices(most=4)).cheapest()
 
 
-def test_a_worker_that_does_both_shares_its_steps() -> None:
-    """The first prompt takes 0.1 + 0.5 s. It draws four more tokens, 0.02 s each; in the second of
-    these steps, which begins at 0.62 s, the other prompt is read, for 0.1 s and 0.3 s beyond the
-    0.02 s that are saved."""
-    first, second = aggregated(1, COSTS, [Planned(0, 500, 5), Planned(0.61, 300, 1)])
-    assert first.ttft_s == pytest.approx(0.6)
-    assert first.e2e_s == pytest.approx(0.6 + 0.02 + 0.4 + 0.02 + 0.02)
-    assert second.ttft_s == pytest.approx(0.62 + 0.4 - 0.61)
+@pytest.mark.parametrize(
+    ("pays_from", "says"),
+    [
+        (None, "disaggregation does not pay for this load, nor for up to 4 times as much"),
+        (2.0, "disaggregation does not pay for this load; it does from 2 times this load on"),
+        (1.0, "disaggregation pays for this load, from 1 times it on"),
+        (0.25, "disaggregation pays for this load, and still for 0.25 times it"),
+    ],
+)
+def test_the_verdict_is_one_line(pays_from: float | None, says: str) -> None:
+    plan = FleetPlan(2, 1, 3.0, 1.0, 0.5, 0.0, 0.9, 4, 4.0, pays_from, 9, 1.0)
+    assert plan.verdict == says
 
 
-def test_prompts_wait_for_pages_or_go_to_others() -> None:
-    """1,500 tokens and 16 more are 95 of 100 pages: the second begins when the first has ended, or
-    elsewhere."""
-    load = [Planned(0, 1000, 516), Planned(0, 1000, 516)]
-    alone, both = aggregated(1, COSTS, load), aggregated(2, COSTS, load)
-    assert alone[1].ttft_s == pytest.approx(1.1 + 515 * 0.02 + 1.1)
-    assert [outcome.ttft_s for outcome in both] == pytest.approx([1.1, 1.1])
-    assert aggregated(1, COSTS, [Planned(0, 2000, 1)])[0].error == "OUT_OF_CAPACITY"
+def test_cheap_workers_of_both_roles_make_disaggregation_not_pay() -> None:
+    """At a hundredth of the price of a prefill or decode worker, any number of them is cheaper."""
+    flags = ["--requests", "20", "--rate", "1", "--most", "4", "--worker-price", "0.01", "--json"]
+    done = CliRunner().invoke(app, flags)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["pays_from"] is None
+    assert found["aggregated_price"] == pytest.approx(0.01 * found["aggregated_workers"])
 
 
 def test_the_command_names_a_fleet() -> None:
@@ -81,7 +75,8 @@ def test_the_command_names_a_fleet() -> None:
     )
     assert done.exit_code == 0, done.output
     assert "prefill and" in done.stdout
-    assert "aggregated workers" in done.stdout
+    assert "workers of both roles" in done.stdout
+    assert "disaggregation" in done.stdout
     done = CliRunner().invoke(
         app, ["--requests", "30", "--rate", "2", "--slo", "ttft=1ms,tpot=1ms", "--most", "2"]
     )
