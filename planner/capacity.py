@@ -1,4 +1,4 @@
-"""What layouts of a fleet could serve within its promise, by the present estimates. Pure."""
+"""What splits of a fleet could serve within its promise, by the present estimates. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RoleSplit:
     """Numbers of workers that only prefill, only decode, and do both."""
 
     prefill: int
@@ -34,13 +34,13 @@ class Layout:
     both: int = 0
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerView]) -> "Layout":
-        """Return the layout of these workers."""
+    def of(cls, workers: Sequence[WorkerView]) -> "RoleSplit":
+        """Return the split of these workers."""
         active = [worker.active for worker in workers]
         return cls(*(active.count(roles) for roles in (ONLY_PREFILL, ONLY_DECODE, BOTH)))
 
-    def num_changes(self, other: "Layout") -> int:
-        """Return how many workers change their roles from one layout to the other."""
+    def num_changes(self, other: "RoleSplit") -> int:
+        """Return how many workers change their roles from one split to the other."""
         return (
             abs(self.prefill - other.prefill)
             + abs(self.decode - other.decode)
@@ -61,7 +61,7 @@ class Headroom:
 
 
 class CapacityModel:
-    """Headroom of layouts at one moment."""
+    """Headroom of splits at one moment."""
 
     def __init__(self, promise: Promise, estimates: FleetEstimates, view: FleetView) -> None:
         """Create the model; nothing may be observed while it is used."""
@@ -80,29 +80,29 @@ class CapacityModel:
         est = self._estimates
         return bool(est.alone_rate and est.token_s(1, 0) and est.demand.prompt_rate)
 
-    def headroom(self, layout: Layout) -> Headroom:
-        """Return the headroom of a layout.
+    def headroom(self, split: RoleSplit) -> Headroom:
+        """Return the headroom of a split.
 
         All workers that prefill do so for the same share of the time. Workers of both roles generate
         more slowly meanwhile, so that either role may limit this share.
         """
-        prefill = self._prefill_room(layout)
-        if not layout.both:
-            return Headroom(prefill, self._decode_room(layout, 0.0))
-        most_use = self._most_use(layout.prefill + layout.both)
+        prefill = self._prefill_room(split)
+        if not split.both:
+            return Headroom(prefill, self._decode_room(split, 0.0))
+        most_use = self._most_use(split.prefill + split.both)
         rooms = [
-            Headroom(prefill * share, self._decode_room(layout, share * most_use))
+            Headroom(prefill * share, self._decode_room(split, share * most_use))
             for share in BESIDE
         ]
         return max(rooms, key=lambda room: room.least)
 
-    def cautious(self, layout: Layout) -> float:
-        """Return the headroom of a layout if the mix of the load is partly unknown.
+    def cautious(self, split: RoleSplit) -> float:
+        """Return the headroom of a split if the mix of the load is partly unknown.
 
         The fewer requests have arrived, the more the two roles are assumed to be wanted equally.
         """
-        room = self.headroom(layout)
-        if not layout.both and 0 < room.prefill < math.inf and 0 < room.decode < math.inf:
+        room = self.headroom(split)
+        if not split.both and 0 < room.prefill < math.inf and 0 < room.decode < math.inf:
             count = self._estimates.demand.num_arrivals
             shift: float = self._imbalance ** (EVEN_REQUESTS / (count + EVEN_REQUESTS) / 2)
             return min(room.prefill * shift, room.decode / shift)
@@ -111,25 +111,25 @@ class CapacityModel:
     @cached_property
     def _imbalance(self) -> float:
         """Return how much more of a prefill worker than of a decode worker is wanted."""
-        room = self.headroom(Layout(1, 1))
+        room = self.headroom(RoleSplit(1, 1))
         return room.decode / room.prefill
 
-    def _prefill_room(self, layout: Layout) -> float:
+    def _prefill_room(self, split: RoleSplit) -> float:
         est = self._estimates
         wanted = est.demand.prompt_rate + self._backlog_tokens / DRAIN_S
         if not est.alone_rate or not wanted:
             return math.inf
-        capacity = layout.prefill * est.alone_rate + layout.both * est.beside_rate
-        return self._most_use(layout.prefill + layout.both) * capacity / wanted
+        capacity = split.prefill * est.alone_rate + split.both * est.beside_rate
+        return self._most_use(split.prefill + split.both) * capacity / wanted
 
-    def _decode_room(self, layout: Layout, beside: float) -> float:
+    def _decode_room(self, split: RoleSplit, beside: float) -> float:
         """Return the headroom of decode while workers of both roles prefill for a share of the
         time. Requests are spread evenly.
         """
         est = self._estimates
         if not est.token_s(1, 0):
             return math.inf
-        num_workers = layout.decode + layout.both
+        num_workers = split.decode + split.both
         if not num_workers:
             return 0.0
         most = self._most_requests(beside)
@@ -167,8 +167,8 @@ class CapacityModel:
         return max(low, LEAST_REQUESTS)
 
 
-def layouts(workers: Sequence[WorkerView]) -> Iterator[Layout]:
-    """Yield the layouts with both roles that the planner considers for these workers.
+def splits(workers: Sequence[WorkerView]) -> Iterator[RoleSplit]:
+    """Yield the splits with both roles that the planner considers for these workers.
 
     A worker does one thing if there are others for the other: chunks beside steps are short, and
     short chunks are slow.
@@ -177,4 +177,4 @@ def layouts(workers: Sequence[WorkerView]) -> Iterator[Layout]:
     num_decode = sum(worker.able == ONLY_DECODE for worker in workers)
     for prefill in range(num_prefill, len(workers) - num_decode + 1):
         if 0 < prefill < len(workers):
-            yield Layout(prefill, len(workers) - prefill)
+            yield RoleSplit(prefill, len(workers) - prefill)

@@ -76,7 +76,7 @@ class StepLine:
 
 
 @dataclass(frozen=True)
-class Demand:
+class ArrivalRates:
     """Load of a fleet: prompt tokens and generated tokens per second that arrive.
 
     `num_arrivals` is the number of requests that it was measured from.
@@ -86,7 +86,7 @@ class Demand:
     output_rate: float
     num_arrivals: float
 
-    def differs(self, other: "Demand") -> bool:
+    def differs(self, other: "ArrivalRates") -> bool:
         """Return whether the loads differ by more than chance explains.
 
         The bound is `DEVIATIONS` standard deviations of a Poisson process with exponential lengths.
@@ -128,8 +128,8 @@ class FleetEstimates:
     _before: FleetView | None = None
 
     @property
-    def demand(self) -> Demand:
-        return Demand(
+    def demand(self) -> ArrivalRates:
+        return ArrivalRates(
             max(self._fast_tokens.mean, self._slow_tokens.mean),
             max(self._fast.mean, self._slow.mean) * self._responses.mean,
             max(self._fast, self._slow, key=lambda each: each.mean).total,

@@ -1,8 +1,8 @@
 """The choice of roles for the workers of a fleet. Pure; driven by views of it.
 
-    view ─▶ estimates ─▶ headroom of each layout ─▶ roles
+    view ─▶ estimates ─▶ headroom of each split ─▶ roles
 
-The planner takes the layout whose smaller headroom is largest, also under a light load, so that a
+The planner takes the split whose smaller headroom is largest, also under a light load, so that a
 burst of the same mix finds the fleet ready.
 
 Switches are rare by construction. After a plan that changes roles there is none for `MIN_REST_S`,
@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.capacity import CapacityModel, Layout, Promise, layouts
-from planner.estimates import Demand, FleetEstimates
+from planner.capacity import CapacityModel, Promise, RoleSplit, splits
+from planner.estimates import ArrivalRates, FleetEstimates
 from planner.fleet_view import (
     BOTH,
     DECODE,
@@ -48,11 +48,11 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _LatestPlan:
     """The latest plan that changed roles: its time, the load, and the number of workers."""
 
     at_s: float
-    demand: Demand
+    demand: ArrivalRates
     num_workers: int
 
 
@@ -62,20 +62,20 @@ class RolePlanner:
 
     promise: Promise
     estimates: FleetEstimates = field(default_factory=FleetEstimates)
-    _latest: _Planned | None = None
+    _latest: _LatestPlan | None = None
 
     def plan(self, view: FleetView) -> RolePlan:
         """Apply a view; return the roles to switch and the saturation before that."""
         self.estimates.observe(view)
         model = CapacityModel(self.promise, self.estimates, view)
-        room = model.headroom(Layout.of(view.workers))
+        room = model.headroom(RoleSplit.of(view.workers))
         saturation = {PREFILL: _inverse(room.prefill), DECODE: _inverse(room.decode)}
         serving = [worker for worker in view.workers if worker.is_serving]
         switches: dict[str, frozenset[str]] = {}
         if model.is_known and not self._rests(view.at_s, len(serving)):
             switches = _better_roles(model, serving)
         if switches:
-            self._latest = _Planned(view.at_s, self.estimates.demand, len(serving))
+            self._latest = _LatestPlan(view.at_s, self.estimates.demand, len(serving))
         return RolePlan(switches, saturation)
 
     def _rests(self, now_s: float, num_workers: int) -> bool:
@@ -88,11 +88,11 @@ class RolePlanner:
 
 
 def _better_roles(model: CapacityModel, workers: Sequence[WorkerView]) -> dict[str, frozenset[str]]:
-    """Return the switches to the best layout; none if it gains too little."""
-    now = Layout.of(workers)
+    """Return the switches to the best split; none if it gains too little."""
+    now = RoleSplit.of(workers)
     best = max(
-        layouts(workers),
-        key=lambda layout: (model.cautious(layout), -layout.num_changes(now)),
+        splits(workers),
+        key=lambda split: (model.cautious(split), -split.num_changes(now)),
         default=now,
     )
     # A worker of both roles among others is new, and gets one of them without delay.
@@ -104,15 +104,15 @@ def _inverse(value: float) -> float:
     return 1 / value if value else math.inf
 
 
-def switched(workers: Sequence[WorkerView], layout: Layout) -> dict[str, frozenset[str]]:
-    """Return the roles of the workers that change for a layout: those with the least to lose.
+def switched(workers: Sequence[WorkerView], split: RoleSplit) -> dict[str, frozenset[str]]:
+    """Return the roles of the workers that change for a split: those with the least to lose.
 
     Workers with few requests in decode prefill; of the others those without prompts decode. Those
     that have the role already come first, then those of both roles.
     """
     free = [worker for worker in workers if worker.able == BOTH]
-    num_prefill = layout.prefill - sum(worker.able == ONLY_PREFILL for worker in workers)
-    num_decode = layout.decode - sum(worker.able == ONLY_DECODE for worker in workers)
+    num_prefill = split.prefill - sum(worker.able == ONLY_PREFILL for worker in workers)
+    num_decode = split.decode - sum(worker.able == ONLY_DECODE for worker in workers)
     by_running = sorted(free, key=lambda each: (_RANK.get(each.active, 0), each.running))
     rest = sorted(
         by_running[num_prefill:],

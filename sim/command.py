@@ -247,13 +247,7 @@ def command(
             worker,
             Promise(limits.ttft_s, limits.tpot_s) if planner else None,
         )
-        if planner and not worker:
-            raise ConfigError(
-                "--planner switches the roles of --worker workers; there are none", field="planner"
-            )
-        for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode)):
-            if not count + worker:
-                raise ConfigError(f"no worker of the fleet serves {role}", field=role)
+        config.check()
         run = simulate(config, flags.planned(config.costs))
         figures = figures_of(run, config, limits)
         print(json.dumps(figures) if flags.as_json else "\n".join(lines_of(figures)))

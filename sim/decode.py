@@ -6,7 +6,6 @@ not see the steps before that.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from google.protobuf.message import Message
@@ -18,40 +17,16 @@ from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.errors import BatonError, CapacityError, DrainingError
 from sim.cores import Alarm, Machine, Processor
 from sim.costs import Costs
+from sim.decode_handler import DecodeRequest, SimulatedDecodeHandler
 from sim.decode_pool import DecodePool, SimulatedRow
 from sim.links import Arrival, ArrivalTable, Interface
 from sim.network import Method, SimulatedCall
 from sim.pages import CountedPages, LeasedPages
 from sim.prefill import PrefillWorker
-from sim.requests import RouterEnd, SimulatedRequest
+from sim.requests import RouterEnd
 from sim.worker import SimulatedWorker
 
 TOKEN = 1  # every generated token
-
-
-DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
-
-
-@dataclass(eq=False)
-class _SimulatedDecodeHandler:
-    """One request on this worker, to its end."""
-
-    request: DecodeRequest
-    row: SimulatedRow
-    session_id: str
-    num_tokens: int  # output tokens that its router has
-    num_offers: int = 0
-    num_bytes: float = 0.0
-    has_landed: bool = False
-    first_token_s: float | None = None
-    is_committed: bool = False
-    prompt_key: int | None = (
-        None  # of the worker's own prefill, which has yet to compute the prompt
-    )
-
-    @property
-    def epoch(self) -> int:
-        return self.num_offers - 1
 
 
 class DecodeWorker(SimulatedWorker):
@@ -134,7 +109,7 @@ class DecodeWorker(SimulatedWorker):
             self._loop.time,
             self._own_pages or CountedPages(mine.num_pages),
         )
-        self._handlers: dict[int, _SimulatedDecodeHandler] = {}
+        self._handlers: dict[int, SimulatedDecodeHandler] = {}
         self._num_open = 0  # uncommitted requests
         return PointJournal()
 
@@ -190,7 +165,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _reserve(
         self, made: DecodeRequest, opening: decode_pb2.DecodeOpen
-    ) -> _SimulatedDecodeHandler | None:
+    ) -> SimulatedDecodeHandler | None:
         self._num_handlers += 1
         request = opening.request
         num_again = len(opening.replayed_token_ids)
@@ -208,7 +183,7 @@ class DecodeWorker(SimulatedWorker):
         except BatonError as error:
             made.end(error)
             return None
-        handler = _SimulatedDecodeHandler(
+        handler = SimulatedDecodeHandler(
             made,
             row,
             f"{self.incarnation}/{row.key}",
@@ -230,7 +205,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _read(
         self, made: DecodeRequest, request: types_pb2.EngineRequest
-    ) -> _SimulatedDecodeHandler | None:
+    ) -> SimulatedDecodeHandler | None:
         """Have the prompt of a request computed here."""
         self._num_handlers += 1
         row = SimulatedRow(
@@ -239,7 +214,7 @@ class DecodeWorker(SimulatedWorker):
             request.max_tokens - 1,
             request.priority,
         )
-        handler = _SimulatedDecodeHandler(made, row, "", num_tokens=0, is_committed=True)
+        handler = SimulatedDecodeHandler(made, row, "", num_tokens=0, is_committed=True)
         prefill = self._own_prefill
         try:
             self.check_serving()
@@ -261,7 +236,7 @@ class DecodeWorker(SimulatedWorker):
         return handler
 
     def _computed(
-        self, handler: _SimulatedDecodeHandler, prefill: PrefillWorker, event: PrefillEntryEvent
+        self, handler: SimulatedDecodeHandler, prefill: PrefillWorker, event: PrefillEntryEvent
     ) -> None:
         """Continue with a prompt that was computed here, in its pages."""
         key = handler.prompt_key
@@ -281,7 +256,7 @@ class DecodeWorker(SimulatedWorker):
         handler.num_tokens = 1
         self._begin_decode(handler)
 
-    def _received(self, handler: _SimulatedDecodeHandler, message: decode_pb2.DecodeInput) -> None:
+    def _received(self, handler: SimulatedDecodeHandler, message: decode_pb2.DecodeInput) -> None:
         if handler.is_committed:
             return
         match message.WhichOneof("input"):
@@ -291,7 +266,7 @@ class DecodeWorker(SimulatedWorker):
                 handler.first_token_s = self._loop.time()
                 self._commit_if_complete(handler)
 
-    def _offered(self, handler: _SimulatedDecodeHandler) -> None:
+    def _offered(self, handler: SimulatedDecodeHandler) -> None:
         """Expect the pages that a prefill worker offers, and send destination terms."""
         self._arrivals.pop((handler.session_id, handler.epoch), None)
         handler.num_offers += 1
@@ -302,12 +277,12 @@ class DecodeWorker(SimulatedWorker):
         terms = transfer_pb2.DestinationTerms(session_id=handler.session_id, epoch=handler.epoch)
         handler.request.send(decode_pb2.DecodeEvent(destination=terms))
 
-    def _pages_received(self, handler: _SimulatedDecodeHandler) -> None:
+    def _pages_received(self, handler: SimulatedDecodeHandler) -> None:
         self.num_received_bytes += handler.num_bytes
         handler.has_landed = True
         self._commit_if_complete(handler)
 
-    def _commit_if_complete(self, handler: _SimulatedDecodeHandler) -> None:
+    def _commit_if_complete(self, handler: SimulatedDecodeHandler) -> None:
         if (
             not handler.has_landed
             or handler.first_token_s is None
@@ -329,7 +304,7 @@ class DecodeWorker(SimulatedWorker):
         )
         self._begin_decode(handler)
 
-    def _begin_decode(self, handler: _SimulatedDecodeHandler) -> None:
+    def _begin_decode(self, handler: SimulatedDecodeHandler) -> None:
         """Generate the tokens after the first."""
         if handler.row.left <= 0:
             self._finish(handler)
@@ -357,7 +332,7 @@ class DecodeWorker(SimulatedWorker):
         if span is not None:
             self._on_span(span.first_s)
 
-    def _finish(self, handler: _SimulatedDecodeHandler) -> None:
+    def _finish(self, handler: SimulatedDecodeHandler) -> None:
         self._send_generated(handler)
         row = handler.row
         now = self._loop.time()
@@ -377,7 +352,7 @@ class DecodeWorker(SimulatedWorker):
         self.processor.spend(self._third_s)
         del self._handlers[row.key]
 
-    def _send_generated(self, handler: _SimulatedDecodeHandler) -> None:
+    def _send_generated(self, handler: SimulatedDecodeHandler) -> None:
         count = self.pool.generated(handler.row, self.processor.now())
         if count:
             self._send(
@@ -386,11 +361,11 @@ class DecodeWorker(SimulatedWorker):
             )
             handler.num_tokens += count
 
-    def _send(self, handler: _SimulatedDecodeHandler, event: decode_pb2.DecodeEvent) -> None:
+    def _send(self, handler: SimulatedDecodeHandler, event: decode_pb2.DecodeEvent) -> None:
         event.position = handler.num_tokens
         handler.request.send(event)
 
-    def _release(self, handler: _SimulatedDecodeHandler) -> None:
+    def _release(self, handler: SimulatedDecodeHandler) -> None:
         if self._handlers.pop(handler.row.key, None) is None:
             return
         self._num_open -= not handler.is_committed

@@ -12,7 +12,7 @@ from planner.capacity import Promise
 from planner.planner import RolePlanner
 from router.text.model_facts import ModelLimits
 from runtime.clock import LoopClock
-from runtime.errors import InternalError
+from runtime.errors import ConfigError, InternalError
 from runtime.process.supervision import task_group
 from sim.clients import Answered, Clients
 from sim.cores import Machine
@@ -22,11 +22,11 @@ from sim.faults import Mishap, check_target, unleash
 from sim.links import ArrivalTable
 from sim.planning import PLAN_INTERVAL_S, RoleChange, SimulatedPlanner
 from sim.prefill import PrefillWorker
-from sim.process import SimulatedProcess, of_both_roles
+from sim.process import process_of
 from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
 from sim.time import keep_all, run_virtually
-from sim.worker import ARCHITECTURE, SimulatedPrompts, SimulatedWorker
+from sim.worker import ARCHITECTURE, SimulatedPrompts
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the end of the last request to the final checks
@@ -48,6 +48,20 @@ class FleetConfig:
     seed: int = 0
     num_both: int = 0  # workers that prefill and decode
     promise: Promise | None = None  # for the planner, which switches the roles of these workers
+
+    def check(self) -> None:
+        """Check that both roles are served, and that a planner has workers to switch.
+
+        Raises:
+            ConfigError: they are not, or it has none.
+        """
+        if self.promise is not None and not self.num_both:
+            raise ConfigError(
+                "--planner switches the roles of --worker workers; there are none", field="planner"
+            )
+        for role, count in (("prefill", self.num_with_prefill), ("decode", self.num_with_decode)):
+            if not count:
+                raise ConfigError(f"no worker of the fleet serves {role}", field=role)
 
     @property
     def num_with_prefill(self) -> int:
@@ -134,17 +148,9 @@ class Fleet:
             for index in range(count)
         }
         machine = Machine(costs.machine, roles)
-
-        def workers_of(name: str, role: str) -> tuple[SimulatedWorker, ...]:
-            if role == "worker":
-                return of_both_roles(name, costs, arrivals, prompts, machine)
-            processor, address = machine.processor(name), f"{name}:1"
-            if role == "prefill":
-                return (PrefillWorker(address, costs, arrivals, prompts, processor),)
-            return (DecodeWorker(address, costs, arrivals, machine, processor),)
-
         self._processes = {
-            name: SimulatedProcess(name, workers_of(name, role)) for name, role in roles.items()
+            name: process_of(name, role, costs, arrivals, prompts, machine)
+            for name, role in roles.items()
         }
         self._workers = [
             worker for process in self._processes.values() for worker in process.workers

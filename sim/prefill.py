@@ -2,17 +2,14 @@
 time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
 from google.protobuf.message import Message
 
-from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SampledToken
-from engine.core.rows import Row
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
@@ -32,28 +29,13 @@ from runtime.clock import LoopClock
 from runtime.errors import BatonError, DrainingError
 from sim.cores import Processor
 from sim.costs import Costs
+from sim.lengths import batch_of_lengths
 from sim.links import ArrivalTable, Interface, Sending
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
 from sim.worker import COMPATIBILITY, SimulatedPrompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every response
-_NO_TOKENS = torch.empty(0)
-
-
-def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
-    """Return a batch with the fields that a scheduler reads. It has no tokens, as no model runs."""
-    return ForwardBatch(
-        mode=mode,
-        request_keys=tuple(row.key for row in rows),
-        query_lens=tuple(len(row.token_ids) for row in rows),
-        context_lens=tuple(row.context_len for row in rows),
-        token_ids=_NO_TOKENS,
-        positions=_NO_TOKENS,
-        page_tables=_NO_TOKENS,
-        slot_ids=_NO_TOKENS,
-        sampling=tuple(row.sampling for row in rows),
-    )
 
 
 class ChunksBeside(Protocol):

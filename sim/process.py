@@ -93,10 +93,29 @@ class _StepsBeside:
             self.budget.computed(num_tokens, seconds)
 
 
-def of_both_roles(
+def process_of(
+    name: str,
+    role: str,
+    costs: Costs,
+    arrivals: ArrivalTable,
+    prompts: SimulatedPrompts,
+    machine: Machine,
+) -> SimulatedProcess:
+    """Return a process that serves "prefill", "decode", or both ("worker")."""
+    address = f"{name}:1"
+    if role == "worker":
+        return SimulatedProcess(name, _of_both_roles(name, costs, arrivals, prompts, machine))
+    processor = machine.processor(name)
+    if role == "prefill":
+        return SimulatedProcess(
+            name, (PrefillWorker(address, costs, arrivals, prompts, processor),)
+        )
+    return SimulatedProcess(name, (DecodeWorker(address, costs, arrivals, machine, processor),))
+
+
+def _of_both_roles(
     name: str, costs: Costs, arrivals: ArrivalTable, prompts: SimulatedPrompts, machine: Machine
 ) -> tuple[PrefillWorker, DecodeWorker]:
-    """Return the workers of a process that prefills and decodes."""
     address = f"{name}:1"
     chunks, steps = machine.processors(name, (CHUNK_WEIGHT, STEP_WEIGHT))
     beside = _StepsBeside(costs)

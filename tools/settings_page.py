@@ -13,6 +13,8 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from baton.cli import app as baton_app
 from baton.gateway import GatewayConfig
 from baton.gateway import app as gateway_app
+from planner.command import app as planner_app
+from planner.config import PlannerConfig
 from pool.check import app as check_app
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
@@ -50,8 +52,8 @@ _BOTH_ROLES = """`baton worker` runs a process of a pool that prefills, decodes,
 weights. `[worker]` has the settings of `[prefill]` and `[decode]`, except `local_rest_tokens`, and these:
 
 """
-_COMMANDS = """`baton router`, `baton prefill`, `baton decode`, `baton worker` and `baton gateway` take the flags
-above. With `--check-settings` they only check the settings and exit. Every command has `--help`.
+_COMMANDS = """`baton router`, `baton prefill`, `baton decode`, `baton worker`, `baton gateway` and `baton planner` take
+the flags above. With `--check-settings` they only check the settings and exit. Every command has `--help`.
 
 """
 # Commands implemented by programs of other packages, except those of the roles.
@@ -62,6 +64,7 @@ def configuration_page() -> str:
     router = typer.main.get_command(router_app)
     gateway = typer.main.get_command(gateway_app)
     worker = typer.main.get_command(worker_command("decode", lambda flags, file: 0))
+    planner = typer.main.get_command(planner_app)
     both = typer.main.get_command(worker_command("worker", lambda flags, file: 0, RolesConfig))
     parts = [
         _HEAD,
@@ -75,6 +78,8 @@ def configuration_page() -> str:
         *_settings(RolesConfig, _flags(both), without=WorkerConfig),
         "\n## Gateway, `[gateway]`\n\n",
         *_settings(GatewayConfig, _flags(gateway)),
+        "\n## Planner, `[planner]`\n\n",
+        *_settings(PlannerConfig, _flags(planner)),
         "\n## Commands of `baton`\n\n",
         _COMMANDS,
         *_commands(),

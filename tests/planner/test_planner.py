@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from planner.capacity import CapacityModel, Layout, Promise, layouts
-from planner.estimates import Demand, FleetEstimates, StepLine
+from planner.capacity import CapacityModel, Promise, RoleSplit, splits
+from planner.estimates import ArrivalRates, FleetEstimates, StepLine
 from planner.fleet_view import (
     BOTH,
     DECODE,
@@ -96,21 +96,21 @@ def test_nothing_is_switched_before_anything_is_measured() -> None:
     ("prompt_tokens", "response_tokens", "best"),
     [
         # Per request a prefill worker takes 0.1 s of prefill, and a decode worker 0.02 s * tokens / 50.
-        (1000, 50, Layout(5, 1)),  # 0.1 and 0.02 s
-        (1000, 250, Layout(3, 3)),  # 0.1 and 0.1 s
-        (500, 500, Layout(1, 5)),  # 0.05 and 0.2 s
+        (1000, 50, RoleSplit(5, 1)),  # 0.1 and 0.02 s
+        (1000, 250, RoleSplit(3, 3)),  # 0.1 and 0.1 s
+        (500, 500, RoleSplit(1, 5)),  # 0.05 and 0.2 s
     ],
 )
 def test_the_mix_of_the_load_decides(
-    prompt_tokens: int, response_tokens: int, best: Layout
+    prompt_tokens: int, response_tokens: int, best: RoleSplit
 ) -> None:
     fleet = fleet_of(3, 3)
     fleet.prompt_tokens, fleet.response_tokens = prompt_tokens, response_tokens
     run(RolePlanner(PROMISE), fleet, 8, 120)
-    found = Layout(fleet.active.count(ONLY_PREFILL), fleet.active.count(ONLY_DECODE))
+    found = RoleSplit(fleet.active.count(ONLY_PREFILL), fleet.active.count(ONLY_DECODE))
     # One worker more or less gains too little to be switched.
     assert found.num_changes(best) <= 1
-    assert found.num_changes(best) < Layout(3, 3).num_changes(best) or best == Layout(3, 3)
+    assert found.num_changes(best) < RoleSplit(3, 3).num_changes(best) or best == RoleSplit(3, 3)
 
 
 def test_a_constant_load_is_planned_for_once() -> None:
@@ -166,10 +166,10 @@ def test_fixed_workers_keep_their_role() -> None:
         WorkerView("b", ONLY_DECODE, ONLY_DECODE),
         WorkerView("c", BOTH, BOTH),
     ]
-    assert set(layouts(workers)) == {Layout(1, 2), Layout(2, 1)}
-    assert switched(workers, Layout(2, 1)) == {"c": ONLY_PREFILL}
-    assert switched(workers, Layout(1, 2)) == {"c": ONLY_DECODE}
-    assert list(layouts(workers[2:])) == []
+    assert set(splits(workers)) == {RoleSplit(1, 2), RoleSplit(2, 1)}
+    assert switched(workers, RoleSplit(2, 1)) == {"c": ONLY_PREFILL}
+    assert switched(workers, RoleSplit(1, 2)) == {"c": ONLY_DECODE}
+    assert list(splits(workers[2:])) == []
 
 
 def test_workers_with_the_least_to_lose_change() -> None:
@@ -179,9 +179,9 @@ def test_workers_with_the_least_to_lose_change() -> None:
         WorkerView("c", BOTH, ONLY_PREFILL, queued_tokens=10),
         WorkerView("d", BOTH, ONLY_PREFILL, queued_tokens=900),
     ]
-    assert switched(workers, Layout(3, 1)) == {"b": ONLY_PREFILL}
-    assert switched(workers, Layout(1, 3)).keys() <= {"c", "d"}
-    assert switched(workers, Layout(2, 2)) == {}
+    assert switched(workers, RoleSplit(3, 1)) == {"b": ONLY_PREFILL}
+    assert switched(workers, RoleSplit(1, 3)).keys() <= {"c", "d"}
+    assert switched(workers, RoleSplit(2, 2)) == {}
 
 
 def test_headroom_is_proportional_to_workers() -> None:
@@ -190,14 +190,14 @@ def test_headroom_is_proportional_to_workers() -> None:
     for _ in range(30):
         estimates.observe(fleet.view(5))
     model = CapacityModel(PROMISE, estimates, fleet.view(5))
-    two, four = model.headroom(Layout(2, 2)), model.headroom(Layout(4, 4))
+    two, four = model.headroom(RoleSplit(2, 2)), model.headroom(RoleSplit(4, 4))
     assert four.decode == pytest.approx(2 * two.decode)
     # 5,000 of 20,000 tokens a second, and what 1,000 queued tokens need, at most of the capacity
     assert two.prefill == pytest.approx(0.95 * 20_000 / (5000 + 100), rel=0.05)
     # 5 * 200 tokens a second take 20 of 100 places
     assert two.decode == pytest.approx(5, rel=0.1)
-    assert model.headroom(Layout(0, 1)).prefill == 0
-    assert model.headroom(Layout(1, 0)).decode == 0
+    assert model.headroom(RoleSplit(0, 1)).prefill == 0
+    assert model.headroom(RoleSplit(1, 0)).decode == 0
 
 
 def test_a_broken_promise_leaves_little_room() -> None:
@@ -207,7 +207,7 @@ def test_a_broken_promise_leaves_little_room() -> None:
     for _ in range(30):
         estimates.observe(fleet.view(5))
     model = CapacityModel(replace(PROMISE, tpot_s=TOKEN_S / 2), estimates, fleet.view(5))
-    assert model.headroom(Layout(2, 2)).decode < 0.1
+    assert model.headroom(RoleSplit(2, 2)).decode < 0.1
 
 
 def test_steps_are_a_line_over_requests() -> None:
@@ -224,7 +224,7 @@ def test_steps_are_a_line_over_requests() -> None:
 
 
 def test_a_demand_differs_beyond_chance_only() -> None:
-    few, many = Demand(1000, 100, 4), Demand(2500, 250, 10)
+    few, many = ArrivalRates(1000, 100, 4), ArrivalRates(2500, 250, 10)
     assert not few.differs(many)
-    assert Demand(1000, 100, 400).differs(Demand(2500, 250, 1000))
-    assert not Demand(0, 0, 0).differs(Demand(100, 10, 2))
+    assert ArrivalRates(1000, 100, 400).differs(ArrivalRates(2500, 250, 1000))
+    assert not ArrivalRates(0, 0, 0).differs(ArrivalRates(100, 10, 2))

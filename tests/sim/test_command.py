@@ -21,7 +21,7 @@ def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     Path("trace.jsonl").write_text(TRACE)
     lines = re.findall(r"^baton simulate (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 4
     said = []
     for line in lines:
         done = CliRunner().invoke(app, [*shlex.split(line), "--plot", "run.png"])
@@ -33,6 +33,7 @@ def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     figures = json.loads(said[2])
     assert figures["policy"] == "least_load"
     assert figures["cached_share"] == 512 / 2400
+    assert "200 requests in " in said[3]
 
 
 def test_the_first_thing_to_try_is_a_fleet_that_keeps_up() -> None:

@@ -51,5 +51,6 @@ def test_every_command_is_there_and_values_are_spelled() -> None:
         "decode",
         "worker",
         "gateway",
+        "planner",
     }
     assert [line for line in page.splitlines() if re.search(r"\| `[(\[<][^|]*` \|", line)] == []
