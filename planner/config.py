@@ -17,7 +17,8 @@ class PlannerConfig(Config):
     """Settings of the planner."""
 
     router: tuple[PeerField, ...] = Field(
-        min_length=1, description="HOST:PORT of a router; name every router."
+        min_length=1,
+        description="HOST:PORT of a router; a name stands for all of its addresses. Name every router.",
     )
     slo: str = Field(
         default="ttft=2s,tpot=50ms",

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 from baton.client import AsyncBatonClient
@@ -12,7 +11,9 @@ from planner.config import PlannerConfig
 from planner.fleet_view import DECODE, PREFILL
 from planner.planner import RolePlanner
 from planner.reader import FleetReader
+from planner.routers import RouterClients
 from runtime.clock import Clock, SystemClock
+from runtime.config import parse_address
 from runtime.errors import BatonError
 from runtime.observe.exposition import Exposition, new_registry
 from runtime.observe.metrics import PlannerMetrics
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class PlannerService:
-    """The loop of the planner over routers, given by name."""
+    """The loop of the planner over routers."""
 
     def __init__(
         self,
-        routers: Mapping[str, AsyncBatonClient],
+        routers: RouterClients,
         planner: RolePlanner,
         metrics: PlannerMetrics,
         security: ChannelSecurity,
@@ -76,20 +77,22 @@ class PlannerService:
 
     async def _read(self) -> dict[str, ClusterStatus]:
         """Return the status of every router that answers in time."""
-        names = list(self._routers)
+        clients = await self._routers.refresh(self._clock.now())
         answers = await asyncio.gather(
-            *(self._status(name) for name in names), return_exceptions=False
+            *(self._status(name, client) for name, client in clients.items())
         )
         found = {
-            name: answer for name, answer in zip(names, answers, strict=True) if answer is not None
+            name: answer
+            for name, answer in zip(clients, answers, strict=True)
+            if answer is not None
         }
-        self._unread = frozenset(names) - found.keys()
+        self._unread = frozenset(clients) - found.keys()
         return found
 
-    async def _status(self, name: str) -> ClusterStatus | None:
+    async def _status(self, name: str, client: AsyncBatonClient) -> ClusterStatus | None:
         try:
             async with asyncio.timeout(READ_S):
-                status = await self._routers[name].cluster_status()
+                status = await client.cluster_status()
         except (BatonError, TimeoutError) as error:
             self._metrics.readings.labels("failed").inc()
             if name not in self._unread:
@@ -118,19 +121,23 @@ class PlannerService:
         return True
 
 
+def _security(config: PlannerConfig, server_name: str) -> ChannelSecurity:
+    return client_security(
+        tls_ca=config.tls_ca,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        token_file=config.token_file,
+        server_name=server_name if config.tls_ca is not None else "",
+    )
+
+
 async def serve(config: PlannerConfig, stop: StopSignal) -> None:
     """Plan until `stop`.
 
     Raises:
         ConfigError: a certificate, a token file or the metrics port cannot be used.
     """
-    security = client_security(
-        tls_ca=config.tls_ca,
-        tls_cert=config.tls_cert,
-        tls_key=config.tls_key,
-        token_file=config.token_file,
-        server_name="",
-    )
+    security = _security(config, "")
     registry = new_registry(role="planner", version=VERSION)
     metrics = PlannerMetrics.create(registry)
     async with AsyncExitStack() as stack:
@@ -140,10 +147,14 @@ async def serve(config: PlannerConfig, stop: StopSignal) -> None:
             )
             stack.callback(exposition.close)
             logger.info("metrics", extra={"port": exposition.port})
-        routers = {
-            router: await stack.enter_async_context(AsyncBatonClient(router, security=security))
+        # The certificate of a router has the name that was given, not one of its addresses.
+        named = {
+            router: parse_address(router).host if parse_address(router).is_name else ""
             for router in config.router
         }
+        routers = await stack.enter_async_context(
+            RouterClients({router: _security(config, host) for router, host in named.items()})
+        )
         planner = RolePlanner(config.promise)
         service = PlannerService(
             routers, planner, metrics, security, SystemClock(), acts=not config.dry_run

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from planner.capacity import Promise
 from planner.fleet_view import BOTH, ONLY_DECODE, ONLY_PREFILL, FleetView
 from planner.planner import RolePlan, RolePlanner
+from planner.routers import RouterClients
 from planner.service import PlannerService
 from runtime.clock import SystemClock
 from runtime.observe.metrics import PlannerMetrics
@@ -38,7 +39,7 @@ def service_of(
 ) -> tuple[PlannerService, CollectorRegistry]:
     registry = CollectorRegistry()
     metrics = PlannerMetrics.create(registry)
-    routers = {"router": running.client}
+    routers = RouterClients({running.cluster.address: PLAIN_CHANNEL})
     return (
         PlannerService(routers, planner, metrics, PLAIN_CHANNEL, SystemClock(), acts=acts),
         registry,
