@@ -14,6 +14,7 @@ MOST_PAGES = 0.9  # share of a worker's pages that may be promised
 BESIDE = (0.2, 0.4, 0.6, 0.8, 1.0)  # considered shares of the most that prefill may use
 LEAST_REQUESTS = 0.1  # on a worker that keeps the promise for none
 HALVINGS = 12
+SLOW = 0.8  # share of the promised time per token
 EVEN_REQUESTS = 8  # of a load whose mix counts for half
 
 
@@ -71,6 +72,10 @@ class CapacityModel:
         self._backlog_tokens = view.queued_tokens if view.is_decode_full else view.backlog_tokens
         self._running = view.running + (view.waiting_requests if view.is_decode_full else 0)
         self._most_running = max((worker.most_running for worker in view.workers), default=1)
+        running = [each for each in view.workers if each.active == BOTH and each.running]
+        self._token_s = sum(each.token_s * each.running for each in running) / max(
+            sum(each.running for each in running), 1
+        )
         self._most_use = cache(self._find_most_use)
         self._most_requests = cache(self._find_most_requests)
 
@@ -79,6 +84,11 @@ class CapacityModel:
         """Return whether both speeds were measured, and anything arrives."""
         est = self._estimates
         return bool(est.alone_rate and est.token_s(1, 0) and est.demand.prompt_rate)
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether workers of both roles nearly break the promise for tokens."""
+        return self._token_s > SLOW * self._promise.tpot_s
 
     def headroom(self, split: RoleSplit) -> Headroom:
         """Return the headroom of a split.

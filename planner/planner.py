@@ -29,6 +29,7 @@ from planner.fleet_view import (
 MIN_REST_S = 30.0
 SHORT_REST_S = 3.0
 LEAST_GAIN = 1.25
+CALM = 2.5  # headroom of the best split from which workers get both roles again
 
 
 _RANK = {ONLY_PREFILL: 0, BOTH: 1, ONLY_DECODE: 2}
@@ -90,6 +91,13 @@ class RolePlanner:
 def _better_roles(model: CapacityModel, workers: Sequence[WorkerView]) -> dict[str, frozenset[str]]:
     """Return the switches to the best split; none if it gains too little."""
     now = RoleSplit.of(workers)
+    room = max((model.headroom(split).least for split in splits(workers)), default=0.0)
+    together = RoleSplit(0, 0, len(workers))
+    if all(worker.able == BOTH for worker in workers):
+        if now == together and not model.is_slow:
+            return {}
+        if room >= CALM:
+            return switched(workers, together)
     best = max(
         splits(workers),
         key=lambda split: (model.cautious(split), -split.num_changes(now)),

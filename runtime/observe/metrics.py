@@ -310,7 +310,10 @@ class RouterMetrics:
                 "why",
                 zeros=(
                     ("aggregated", "no_handoff"),
+                    ("aggregated", "handoff"),
+                    ("aggregated", "load"),
                     ("disaggregated", "load"),
+                    ("disaggregated", "streams"),
                     ("disaggregated", "roles"),
                 ),
             ),
