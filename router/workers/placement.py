@@ -14,6 +14,7 @@ from typing import NamedTuple
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
 from router.workers.failed_links import FailedLinks
+from router.workers.packing import decode_place, weighed_sources
 from router.workers.placement_request import PlacementRequest, WorkerPair
 from router.workers.policies import PolicyContext
 from router.workers.policy import LinkedWorkers, Policy, choose, choose_pair
@@ -26,12 +27,6 @@ from runtime.observe.metrics import RouterMetrics
 
 # Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
 MOST_COMPARED = 64
-# Among workers of both roles, requests are decoded together up to this share of a worker's capacity.
-MOST_PACKED = 0.6
-# A prompt is not handed over to such a worker if that would lengthen its response by this share.
-MOST_HANDOFF = 0.1
-# What a prompt counts on a worker that decodes, too: its chunks are short, and delay the responses.
-STREAMS_WEIGHT = 4.0
 
 
 class _Linked(NamedTuple):
@@ -269,7 +264,9 @@ class WorkerPlacement:
             )
             candidates = [
                 LinkedWorkers(
-                    _sources(group),
+                    weighed_sources(
+                        _candidates(group.sources), group.pools, request.prompt.num_tokens
+                    ),
                     _candidates(group.pools),
                     self._policy_context(
                         group.pools, request.prompt, source=group.sources[0].compatibility
@@ -281,54 +278,15 @@ class WorkerPlacement:
         sources, pools = groups[chosen.group]
         source = _named(sources, chosen.source, context)
         of_pools = candidates[chosen.group].context
-        pool = self._pool_of(
+        place = decode_place(
             source.worker,
-            _named(pools, chosen.pool, of_pools),
+            _named(pools, chosen.pool, of_pools).worker,
             pools,
-            of_pools,
             request.prompt.num_tokens,
         )
+        self._metrics.placements.labels(place.kind, place.why).inc()
+        pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
         return WorkerPair(self._book(source, request), self._book(pool, request))
-
-    def _pool_of(
-        self,
-        source: Worker,
-        chosen: _Chosen,
-        pools: Sequence[Worker],
-        context: PolicyContext,
-        num_missing: int,
-    ) -> _Chosen:
-        """Return the worker that decodes a prompt of `source`, which may have both roles.
-
-        Requests in decode are kept together, so that other workers prefill without steps in
-        between: the busiest worker with room decodes, `source` itself if it is one of those that
-        decode. The policy's choice decodes if `source` has no decode role. Records the decision.
-        """
-        own = next((pool for pool in pools if pool.address == source.address), None)
-        if own is None:
-            return self._decided(chosen, "disaggregated", "roles")
-        packed = [
-            pool
-            for pool in pools
-            if pool.num_streams and pool.snapshot.candidate.load < MOST_PACKED
-        ]
-        if own in packed or not packed and own.snapshot.candidate.load < MOST_PACKED:
-            return self._decided(self._chosen(own, context), "aggregated", "no_handoff")
-        if not packed:  # every worker is busy
-            is_own = chosen.worker.address == source.address
-            return self._decided(chosen, "aggregated" if is_own else "disaggregated", "load")
-        pool = max(packed, key=lambda each: (each.snapshot.candidate.load, each.address))
-        if pool.answer_pace.token_share * num_missing > MOST_HANDOFF:
-            return self._decided(self._chosen(own, context), "aggregated", "handoff")
-        return self._decided(self._chosen(pool, context), "disaggregated", "streams")
-
-    @staticmethod
-    def _chosen(pool: Worker, context: PolicyContext) -> _Chosen:
-        return _Chosen(pool, context.num_cached.get(pool.address, 0))
-
-    def _decided(self, chosen: _Chosen, kind: str, why: str) -> _Chosen:
-        self._metrics.placements.labels(kind, why).inc()
-        return chosen
 
     def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:
         role = chosen.worker.role
@@ -402,19 +360,6 @@ def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
 
 def _candidates(workers: Iterable[Worker]) -> list[Candidate]:
     return list(map(_candidate, workers))
-
-
-def _sources(group: _Linked) -> list[Candidate]:
-    """Return the prefill workers as policies see them, busier if they decode, too."""
-    decoding = {pool.address for pool in group.pools if pool.num_streams}
-    return [
-        candidate._replace(
-            load=candidate.load * STREAMS_WEIGHT, token_load=candidate.token_load * STREAMS_WEIGHT
-        )
-        if candidate.address in decoding
-        else candidate
-        for candidate in _candidates(group.sources)
-    ]
 
 
 def _named(workers: Iterable[Worker], chosen: Candidate, context: PolicyContext) -> _Chosen:

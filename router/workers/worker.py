@@ -173,11 +173,6 @@ class Worker:
         """Return the number of this router's requests on the worker."""
         return len(self._bookings)
 
-    @property
-    def num_streams(self) -> int:
-        """Return the number of requests that a decode pool has, of any router."""
-        return max(len(self._bookings), self.load.running_requests)
-
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
         """Return the number of requests a decode pool would serve after accepting more.
 

@@ -140,6 +140,6 @@ def test_no_request_is_lost_while_roles_switch(fault: str) -> None:
         promise=Promise(1.0, 0.05),
         faults=(Mishap.parse(fault),),
     )
-    run = simulate(config, load_of(400, 8))
+    run = simulate(config, load_of(300, 4))
     assert not errors(run)
     assert {role for change in run.switches for role in change.roles} <= set(WorkerRole)

@@ -1,5 +1,4 @@
-"""Placement on workers of both roles: one worker for both parts of a request, unless it is much
-busier than another."""
+"""Placement on workers of both roles: requests are decoded together, where there is room."""
 
 import random
 
@@ -79,17 +78,61 @@ async def test_the_worker_that_prefills_also_decodes() -> None:
     assert fleet.count("aggregated", "no_handoff") == 20
 
 
-@pytest.mark.parametrize(("running", "goes_elsewhere"), [(2, False), (3, True)])
-async def test_a_much_busier_worker_hands_the_prompt_over(
-    running: int,
-    goes_elsewhere: bool,  # noqa: FBT001 - what is expected
-) -> None:
-    """Of eight requests two are a quarter, and three more."""
+async def test_requests_are_decoded_together() -> None:
+    """The worker without requests prefills at full speed, the other one goes on to decode."""
     fleet = Fleet()
-    fleet.load(BOTH[0], WorkerRole.DECODE, running=running)
+    fleet.load(BOTH[1], WorkerRole.DECODE, running=2)
+    for _ in range(5):
+        assert fleet.place() == (BOTH[0], BOTH[1])
+    assert fleet.count("disaggregated", "streams") == 5
+
+
+async def test_a_prompt_stays_where_others_are_decoded() -> None:
+    """The other worker has prompts for longer than four times the prompt."""
+    fleet = Fleet()
+    fleet.load(BOTH[0], WorkerRole.DECODE, running=2)
     fleet.load(BOTH[1], WorkerRole.PREFILL, queued_tokens=1000)
-    assert fleet.place() == (BOTH[0], BOTH[1] if goes_elsewhere else BOTH[0])
-    assert fleet.count("disaggregated", "load") == goes_elsewhere
+    assert fleet.place() == (BOTH[0], BOTH[0])
+    assert fleet.count("aggregated", "no_handoff") == 1
+
+
+@pytest.mark.parametrize(
+    ("running", "decodes"),
+    [((4, 0), BOTH[0]), ((5, 0), BOTH[1]), ((3, 4), BOTH[1]), ((4, 3), BOTH[0])],
+)
+async def test_a_worker_with_room_decodes(running: tuple[int, int], decodes: str) -> None:
+    """Of eight requests: up to four the worker has room, and the busier of two such decodes."""
+    fleet = Fleet()
+    for address, count in zip(BOTH, running, strict=True):
+        fleet.load(address, WorkerRole.DECODE, running=count)
+    idle = BOTH[running.index(0)] if 0 in running else ""
+    source, pool = fleet.place()
+    assert source == idle or not idle
+    assert pool == (source if running == (5, 0) or not idle else decodes)
+
+
+async def test_busy_workers_decode_as_the_policy_says() -> None:
+    fleet = Fleet()
+    fleet.load(BOTH[0], WorkerRole.DECODE, running=7)
+    fleet.load(BOTH[1], WorkerRole.DECODE, running=6)
+    fleet.load(BOTH[1], WorkerRole.PREFILL, queued_tokens=1000)
+    assert fleet.place() == BOTH
+    assert fleet.count("disaggregated", "load") == 1
+
+
+async def test_a_slow_handoff_is_avoided() -> None:
+    """Each token of a handoff takes half as long as a response."""
+    fleet = Fleet()
+    fleet.load(BOTH[1], WorkerRole.DECODE, running=2)
+    (pool,) = [
+        worker
+        for worker in fleet.directory.workers
+        if (worker.address, worker.role) == (BOTH[1], WorkerRole.DECODE)
+    ]
+    pool.answer_pace.answered(1.0)
+    pool.answer_pace.record_handoff(1000, 500.0)
+    assert fleet.place() == (BOTH[0], BOTH[0])
+    assert fleet.count("aggregated", "handoff") == 1
 
 
 async def test_a_worker_that_does_not_decode_now_hands_the_prompt_over() -> None:
