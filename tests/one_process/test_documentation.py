@@ -24,6 +24,7 @@ from typer.core import TyperGroup, TyperOption
 from baton.cli import app
 from baton.cluster_config import demo_model
 from baton.gateway import app as gateway_app
+from planner.command import app as planner_app
 from sim.command import app as simulate_app
 from sim.plan import app as plan_app
 from tests.support.cluster.one_process import cluster_in_process
@@ -165,7 +166,12 @@ def test_commands_in_the_pages_have_the_flags_they_are_given(page: str, line: st
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     words = shlex.split(line)
-    apart = {"gateway": gateway_app, "simulate": simulate_app, "plan": plan_app}
+    apart = {
+        "gateway": gateway_app,
+        "planner": planner_app,
+        "simulate": simulate_app,
+        "plan": plan_app,
+    }
     command = (
         typer.main.get_command(apart[words[1]]) if words[1] in apart else group.commands[words[1]]
     )
