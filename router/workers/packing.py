@@ -52,8 +52,9 @@ def weighed_sources(
     candidates: Sequence[Candidate], pools: Sequence[Worker], num_tokens: int
 ) -> Sequence[Candidate]:
     """Return prefill workers as policies see them for a prompt: busier if they decode, too."""
-    decoding = {pool.address for pool in pools if _decodes(pool)}
-    if decoding.isdisjoint(candidate.address for candidate in candidates):
+    own = {candidate.address for candidate in candidates}
+    decoding = {pool.address for pool in pools if pool.address in own and _decodes(pool)}
+    if not decoding:
         return candidates
     more = (STREAMS_WEIGHT - 1) * num_tokens
     return [

@@ -18,7 +18,7 @@ MAX_VISITS = {
     "models": 24,
     "pool": 142,
     "prefill": 40,
-    "router": 184,
+    "router": 188,
     "runtime": 88,
     "transfer": 140,
 }
