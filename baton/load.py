@@ -13,17 +13,19 @@ small against the other figures, the load generator was measured.
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from baton.values import Event, Finish, ModelInfo, Query, Timings, Usage
 from runtime.errors import BatonError
 
 TIMEOUT_S = 60.0
+_UNITS = {"ms": 1e-3, "s": 1.0}
 
 
 class Endpoint(Protocol):
@@ -78,6 +80,27 @@ class Slo:
 
     ttft_s: float
     tpot_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse limits such as "ttft=2s,tpot=50ms".
+
+        Raises:
+            ValueError: the text is malformed.
+        """
+        limits = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            unit = "ms" if value.endswith("ms") else "s"
+            try:
+                limits[name.strip()] = float(value.removesuffix(unit)) * _UNITS[unit]
+            except ValueError:
+                limits[""] = 0.0
+        if limits.keys() != {"ttft", "tpot"} or not all(
+            0 < limit < math.inf for limit in limits.values()
+        ):
+            raise ValueError(f"must be like ttft=2s,tpot=50ms, got {text!r}")
+        return cls(limits["ttft"], limits["tpot"])
 
     def is_met(self, outcome: Outcome) -> bool:
         if outcome.error is not None or outcome.ttft_s is None:

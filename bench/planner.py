@@ -15,14 +15,13 @@ import multiprocessing
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from baton.load import Slo
 from baton.workload import Planned
 from bench.command import benchmark_flags, run_benchmark
 from bench.report import Value
-from planner.capacity import Promise
 from sim.costs import Costs, DecodeCosts, PrefillCosts
 from sim.faults import Mishap, MishapKind
 from sim.fleet import FleetConfig, FleetRun, simulate
@@ -138,9 +137,12 @@ def compare(seed: int, most: int) -> Compared:
         config = FleetConfig(num_prefill, num_decode, costs=COSTS, faults=history.faults(names))
         static[num_decode] = _good(simulate(config, history.load))
     planned = simulate(
-        replace(
-            FleetConfig(0, 0, num_both=count, costs=COSTS),
-            promise=Promise(SLO.ttft_s, SLO.tpot_s),
+        FleetConfig(
+            0,
+            0,
+            num_both=count,
+            costs=COSTS,
+            promise=SLO,
             faults=history.faults([f"worker-{index}" for index in range(count)]),
         ),
         history.load,

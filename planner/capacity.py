@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from baton.load import Slo
 from planner.estimates import FleetEstimates
 from planner.fleet_view import BOTH, ONLY_DECODE, ONLY_PREFILL, FleetView, WorkerView
 
@@ -16,14 +17,6 @@ LEAST_REQUESTS = 0.1  # on a worker that keeps the promise for none
 HALVINGS = 12
 SLOW = 0.8  # share of the promised time per token
 EVEN_REQUESTS = 8  # of a load whose mix counts for half
-
-
-@dataclass(frozen=True)
-class Promise:
-    """The service level: seconds to the first token and per token after it."""
-
-    ttft_s: float
-    tpot_s: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class Headroom:
 class CapacityModel:
     """Headroom of splits at one moment."""
 
-    def __init__(self, promise: Promise, estimates: FleetEstimates, view: FleetView) -> None:
+    def __init__(self, promise: Slo, estimates: FleetEstimates, view: FleetView) -> None:
         """Create the model; nothing may be observed while it is used."""
         self._promise = promise
         self._estimates = estimates

@@ -1,16 +1,13 @@
 """Settings of the planner: flags and the [planner] table of a TOML file."""
 
-import re
 from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from planner.capacity import Promise
+from baton.load import Slo
 from runtime.config import Config, PeerField
 from runtime.errors import ConfigError
 from runtime.observe.log import LEVELS, LogStyle
-
-_LIMIT = re.compile(r"(ttft|tpot)=(\d+(?:\.\d+)?)(ms|s)")
 
 
 class PlannerConfig(Config):
@@ -57,12 +54,12 @@ class PlannerConfig(Config):
     @field_validator("slo")
     @classmethod
     def _is_slo(cls, value: str) -> str:
-        promise_of(value)
+        Slo.parse(value)
         return value
 
     @property
-    def promise(self) -> Promise:
-        return promise_of(self.slo)
+    def promise(self) -> Slo:
+        return Slo.parse(self.slo)
 
     def check(self) -> None:
         """Check the values that field types cannot validate.
@@ -75,18 +72,3 @@ class PlannerConfig(Config):
                 f"log level must be one of {', '.join(LEVELS)}, got {self.log_level!r}",
                 field="log_level",
             )
-
-
-def promise_of(text: str) -> Promise:
-    """Parse a service level such as "ttft=2s,tpot=50ms".
-
-    Raises:
-        ValueError: the text is malformed.
-    """
-    limits = {}
-    for part in text.split(","):
-        if found := _LIMIT.fullmatch(part.strip()):
-            limits[found[1]] = float(found[2]) * (1e-3 if found[3] == "ms" else 1.0)
-    if set(limits) != {"ttft", "tpot"} or not all(limits.values()):
-        raise ValueError(f"must be like ttft=2s,tpot=50ms, got {text!r}")
-    return Promise(limits["ttft"], limits["tpot"])

@@ -2,19 +2,20 @@
 
     view ─▶ estimates ─▶ headroom of each split ─▶ roles
 
-The planner takes the split whose smaller headroom is largest, also under a light load, so that a
-burst of the same mix finds the fleet ready.
+Workers of both roles stay so while responses keep the time per token. Otherwise the planner takes
+the split whose smaller headroom is largest, until the load is light.
 
 Switches are rare by construction. After a plan that changes roles there is none for `MIN_REST_S`,
 unless the load differs from that of the plan by more than chance explains, or workers came or went.
-A plan changes roles only if the headroom becomes larger by `LEAST_GAIN`.
+A plan goes from one split to another only if the headroom becomes larger by `LEAST_GAIN`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.capacity import CapacityModel, Promise, RoleSplit, splits
+from baton.load import Slo
+from planner.capacity import CapacityModel, RoleSplit, splits
 from planner.estimates import ArrivalRates, FleetEstimates
 from planner.fleet_view import (
     BOTH,
@@ -61,7 +62,7 @@ class _LatestPlan:
 class RolePlanner:
     """Planner of one fleet."""
 
-    promise: Promise
+    promise: Slo
     estimates: FleetEstimates = field(default_factory=FleetEstimates)
     _latest: _LatestPlan | None = None
 

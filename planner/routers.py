@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Iterable, Mapping
-from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -24,7 +23,7 @@ class RouterClients:
         """Create the clients of these targets, HOST:PORT; nothing is resolved yet."""
         self._targets = targets
         self._addresses: dict[str, frozenset[str]] = {}  # by target, as of its last lookup
-        self._clients: dict[str, tuple[AsyncBatonClient, AsyncExitStack]] = {}
+        self._clients: dict[str, AsyncBatonClient] = {}
         self._looked_s = float("-inf")
 
     async def __aenter__(self) -> Self:
@@ -48,9 +47,9 @@ class RouterClients:
             for target, security in self._targets.items():
                 self._addresses[target] = await self._look_up(target)
                 for address in self._addresses[target] - self._clients.keys():
-                    await self._connect(address, security)
+                    self._clients[address] = AsyncBatonClient(address, security=security)
             await self._keep(frozenset().union(*self._addresses.values()))
-        return {address: client for address, (client, _) in self._clients.items()}
+        return dict(self._clients)
 
     async def _look_up(self, target: str) -> frozenset[str]:
         address = parse_address(target)
@@ -68,13 +67,7 @@ class RouterClients:
             return known
         return frozenset(str(Address(str(info[4][0]), address.port)) for info in found)
 
-    async def _connect(self, address: str, security: ChannelSecurity) -> None:
-        async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncBatonClient(address, security=security))
-            self._clients[address] = client, stack.pop_all()
-
     async def _keep(self, addresses: Iterable[str]) -> None:
         """Close the clients of other addresses."""
         for address in self._clients.keys() - set(addresses):
-            _, stack = self._clients.pop(address)
-            await stack.aclose()
+            await self._clients.pop(address).close()

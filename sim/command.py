@@ -1,7 +1,6 @@
 """`baton simulate`: the behavior of a fleet under a load."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from baton.workload import (
     plan,
     superposed,
 )
-from planner.capacity import Promise
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import LogStyle, configure
@@ -39,7 +37,6 @@ from sim.fleet import FleetConfig, simulate
 from sim.report import draw, figures_of, lines_of
 from sim.router import RouterOptions
 
-_UNITS = {"ms": 1e-3, "s": 1.0}
 _LENGTHS = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -51,19 +48,10 @@ def parse_slo(text: str) -> Slo:
     Raises:
         ConfigError: the text is malformed.
     """
-    limits = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        unit = "ms" if value.endswith("ms") else "s"
-        try:
-            limits[name.strip()] = float(value.removesuffix(unit)) * _UNITS[unit]
-        except ValueError:
-            limits[""] = 0.0
-    if limits.keys() != {"ttft", "tpot"} or not all(
-        0 < limit < math.inf for limit in limits.values()
-    ):
-        raise ConfigError(f"--slo must be like ttft=2s,tpot=50ms, got {text!r}", field="slo")
-    return Slo(limits["ttft"], limits["tpot"])
+    try:
+        return Slo.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--slo {error}", field="slo") from None
 
 
 RoutersFlag = Annotated[int, typer.Option(min=1, help="Number of routers.")]
@@ -245,7 +233,7 @@ def command(
             tuple(map(Mishap.parse, fault or ())),
             flags.seed,
             worker,
-            Promise(limits.ttft_s, limits.tpot_s) if planner else None,
+            limits if planner else None,
         )
         config.check()
         run = simulate(config, flags.planned(config.costs))

@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.load import Outcome
+from baton.load import Outcome, Slo
 from baton.workload import Planned
-from planner.capacity import Promise
 from planner.planner import RolePlanner
 from router.text.model_facts import ModelLimits
 from runtime.clock import LoopClock
@@ -47,7 +46,7 @@ class FleetConfig:
     faults: tuple[Mishap, ...] = ()
     seed: int = 0
     num_both: int = 0  # workers that prefill and decode
-    promise: Promise | None = None  # for the planner, which switches the roles of these workers
+    promise: Slo | None = None  # for the planner, which switches the roles of these workers
 
     def check(self) -> None:
         """Check that both roles are served, and that a planner has workers to switch.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from planner.capacity import Promise
+from baton.load import Slo
 from planner.fleet_view import BOTH, ONLY_DECODE, ONLY_PREFILL, FleetView
 from planner.planner import RolePlan, RolePlanner
 from planner.routers import RouterClients
@@ -23,7 +23,7 @@ class ByHand(RolePlanner):
     """A planner that notes what it sees, and switches what a test says."""
 
     def __init__(self) -> None:
-        super().__init__(Promise(2.0, 0.05))
+        super().__init__(Slo(2.0, 0.05))
         self.views: list[FleetView] = []
         self.next: dict[str, frozenset[str]] = {}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.capacity import Promise
-from planner.config import PlannerConfig, promise_of
+from baton.load import Slo
+from planner.config import PlannerConfig
 from runtime.config import load
 from runtime.errors import ConfigError
 
@@ -11,12 +11,12 @@ from runtime.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "promise"),
     [
-        ("ttft=2s,tpot=50ms", Promise(2.0, 0.05)),
-        ("tpot=0.1s, ttft=300ms", Promise(0.3, 0.1)),
+        ("ttft=2s,tpot=50ms", Slo(2.0, 0.05)),
+        ("tpot=0.1s, ttft=300ms", Slo(0.3, 0.1)),
     ],
 )
-def test_a_service_level_is_read(text: str, promise: Promise) -> None:
-    assert promise_of(text) == promise
+def test_a_service_level_is_read(text: str, promise: Slo) -> None:
+    assert Slo.parse(text) == promise
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from statistics import median
 
 import pytest
 
-from bench.planner import compare, history_of
+from bench.planner import COSTS, compare, history_of
+from sim.fleet import FleetConfig, simulate
 
 HISTORIES = 16
 
@@ -31,3 +32,12 @@ def test_a_history_is_the_same_for_everybody() -> None:
     assert {len(history_of(seed, 100).load) for seed in range(20)} == {100}
     assert {history_of(seed, 50).num_workers for seed in range(40)} == {3, 4, 5, 6}
     assert any(history_of(seed, 50).death is None for seed in range(20))
+
+
+def test_the_queue_waits_no_shorter_than_the_clock_resolves() -> None:
+    """Without prefill the rest of the grace period was less than the resolution of the time, and
+    the queue spun without end."""
+    history = history_of(74, 600)
+    faults = history.faults(["prefill-0", "decode-0", "decode-1"])
+    run = simulate(FleetConfig(1, 2, costs=COSTS, faults=faults), history.load)
+    assert len(run.outcomes) == len(history.load)

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from planner.capacity import CapacityModel, Promise, RoleSplit, splits
+from baton.load import Slo
+from planner.capacity import CapacityModel, RoleSplit, splits
 from planner.estimates import ArrivalRates, FleetEstimates, StepLine
 from planner.fleet_view import (
     BOTH,
@@ -19,7 +20,7 @@ from planner.fleet_view import (
 )
 from planner.planner import MIN_REST_S, SHORT_REST_S, RolePlanner, switched
 
-PROMISE = Promise(2.0, 0.05)
+PROMISE = Slo(2.0, 0.05)
 PROMPT_RATE, TOKEN_S, MOST_RUNNING = 10_000.0, 0.02, 50
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from baton.load import Slo
 from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan
-from planner.capacity import Promise
 from planner.planner import MIN_REST_S
 from router.workers.worker import WorkerRole
 from runtime.errors import ConfigError
@@ -118,7 +118,7 @@ def test_a_fleet_needs_both_roles() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_at_a_constant_load_switches_are_rare(seed: int) -> None:
     """After the first look at the load there is at most one change of roles per rest."""
-    promise = Promise(2.0, 0.05)
+    promise = Slo(2.0, 0.05)
     config = FleetConfig(0, 0, costs=COSTS, num_both=5, promise=promise, seed=seed)
     run = simulate(config, load_of(1500, 6, seed=seed))
     assert not errors(run)
@@ -137,7 +137,7 @@ def test_no_request_is_lost_while_roles_switch(fault: str) -> None:
         2,
         costs=COSTS,
         num_both=4,
-        promise=Promise(1.0, 0.05),
+        promise=Slo(1.0, 0.05),
         faults=(Mishap.parse(fault),),
     )
     run = simulate(config, load_of(300, 4))
