@@ -68,6 +68,10 @@ class RouterConfig(TlsConfig):
     token_file: Path | None = Field(
         default=None, description="Bearer tokens that clients must show, one per line."
     )
+    operator_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Names of tokens whose holders may do what the role operator may.",
+    )
     priority_limits: tuple[PriorityLimitField, ...] = Field(
         default=DEFAULT_LIMITS,
         description="NAME=PRIORITY: most urgent priority of a token's holder or of a "

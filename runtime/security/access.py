@@ -225,13 +225,15 @@ class TlsConfig(Config):
 class ServerSecurity:
     """Requirements of a server.
 
-    `pool` is the role whose stages may join. `tokens` are those of clients of the public API.
+    `pool` is the role whose stages may join. `tokens` are those of clients of the public API;
+    holders of those named in `operators` may do what the role operator may.
     """
 
     certificates: CertificateStore | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
     tokens: TokenList | None = None
     pool: PeerRole | None = None
+    operators: frozenset[str] = frozenset()
 
     @property
     def names_clients(self) -> bool:
@@ -267,9 +269,9 @@ class ServerSecurity:
         if access is Access.CLIENT:
             if self.tokens is not None:
                 self.tokens.check(_authorization(context))
-        elif access is not Access.OPEN and (
-            self.certificates is not None or self.tokens is not None
-        ):
+        elif access is Access.OPEN or (self.certificates is None and self.tokens is None):
+            return
+        elif access is not Access.WATCHER or not self._is_operators_token(context):
             check_role(method, roles_of(context.auth_context()), pool=self.pool)
 
     def caller(self, context: Context) -> Caller:
@@ -285,11 +287,22 @@ class ServerSecurity:
         )
         if self.tokens is not None:
             name = self.tokens.check(_authorization(context))
+            is_operator = is_operator or name in self.operators
             return Caller(f"token:{name}", frozenset({name}), is_operator=is_operator)
         shown = ANYBODY if self.certificates is None else certified(context.auth_context())
         if not shown.identity:
             shown = Caller(address=address_of(context.peer()))
         return replace(shown, is_operator=is_operator)
+
+    def _is_operators_token(self, context: Context) -> bool:
+        """Return whether the caller presents a token of `operators`.
+
+        Raises UnauthenticatedError for one that is not on the list.
+        """
+        authorization = _authorization(context)
+        if self.tokens is None or not self.operators or authorization is None:
+            return False
+        return self.tokens.check(authorization) in self.operators
 
 
 def _authorization(context: Context) -> str | None:

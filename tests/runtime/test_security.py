@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -233,6 +234,48 @@ async def test_tokens(authority: Authority, tmp_path: Path, token_file: Path) ->
             assert TOKEN not in str(refused.value)
         call = generation_pb2_grpc.GenerationStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_named_token_makes_its_holder_an_operator(tmp_path: Path) -> None:
+    """It opens the methods for operators and no others; a name that is not set opens none."""
+    path = tmp_path / "tokens"
+    path.write_text(f"planner {TOKEN}\nalice {OTHER_TOKEN}\n")
+    security = ServerSecurity(tokens=TokenList(path), operators=frozenset({"planner"}))
+    async with serving(security) as address, grpc.aio.insecure_channel(address) as channel:
+        watch = worker_pb2_grpc.WorkerStub(channel).Watch
+
+        async def status(call: Any) -> grpc.StatusCode:  # noqa: ANN401 - any kind of call
+            try:
+                await asyncio.wait_for(call.read(), 10)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        def bearer(token: str) -> dict[str, Any]:
+            return {"metadata": (("authorization", f"Bearer {token}"),)}
+
+        request = worker_pb2.WatchRequest(interval_s=1)
+        assert await status(watch(request, **bearer(TOKEN))) is grpc.StatusCode.OK
+        for other, code in (
+            (bearer(OTHER_TOKEN), grpc.StatusCode.PERMISSION_DENIED),
+            (bearer(TOKEN + "x"), grpc.StatusCode.UNAUTHENTICATED),
+            ({}, grpc.StatusCode.PERMISSION_DENIED),
+        ):
+            assert await status(watch(request, **other)) is code
+
+
+@pytest.mark.parametrize("method", ["/baton.v1.Decode/Serve", "/baton.v1.Pipeline/Join"])
+def test_an_operators_token_opens_nothing_between_workers(tmp_path: Path, method: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"planner {TOKEN}\n")
+    security = ServerSecurity(tokens=TokenList(path), operators=frozenset({"planner"}))
+    context: Any = SimpleNamespace(
+        invocation_metadata=lambda: (("authorization", f"Bearer {TOKEN}"),),
+        auth_context=dict,
+    )
+    security.check("/baton.v1.Worker/SetRoles", context)
+    with pytest.raises(PermissionDeniedError):
+        security.check(method, context)
 
 
 async def test_health_and_reflection_ask_for_no_token(
