@@ -42,11 +42,13 @@ class RolePlan:
 
     The saturation is the load over the most load that keeps the promise; above 1 the role needs
     more workers, in proportion. It is 0 while nothing is measured. Workers that start count as if
-    they served.
+    they served. `wanted` is the number of workers of a role at which its saturation would be 1;
+    it is empty while nothing is measured.
     """
 
     switches: Mapping[str, frozenset[str]]
     saturation: Mapping[str, float]
+    wanted: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ class RolePlanner:
         model = CapacityModel(self.promise, self.estimates, view)
         room = model.headroom(RoleSplit.of(view.workers))
         saturation = {PREFILL: _inverse(room.prefill), DECODE: _inverse(room.decode)}
+        wanted = _wanted(saturation, view.workers) if model.is_known else {}
         serving = [worker for worker in view.workers if worker.is_serving]
         switches: dict[str, frozenset[str]] = {}
         if model.is_known and not self._rests(view.at_s, len(serving)):
             switches = _better_roles(model, serving)
         if switches:
             self._latest = _LatestPlan(view.at_s, self.estimates.demand, len(serving))
-        return RolePlan(switches, saturation)
+        return RolePlan(switches, saturation, wanted)
 
     def _rests(self, now_s: float, num_workers: int) -> bool:
         """Return whether it is too early for another switch."""
@@ -107,6 +110,18 @@ def _better_roles(model: CapacityModel, workers: Sequence[WorkerView]) -> dict[s
     # A worker of both roles among others is new, and gets one of them without delay.
     gain = 1.0 if 0 < now.both < len(workers) else LEAST_GAIN
     return switched(workers, best) if model.cautious(best) > gain * model.cautious(now) else {}
+
+
+def _wanted(saturation: Mapping[str, float], workers: Sequence[WorkerView]) -> Mapping[str, float]:
+    """Return how many workers each role wants; one of a role that has none.
+
+    Unlike the saturation it does not depend on how many there are, so that an autoscaler does not
+    multiply it with a number of another moment.
+    """
+    counts = {role: sum(role in worker.active for worker in workers) for role in saturation}
+    return {
+        role: share * counts[role] if counts[role] else 1.0 for role, share in saturation.items()
+    }
 
 
 def _inverse(value: float) -> float:

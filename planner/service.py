@@ -65,6 +65,8 @@ class PlannerService:
         plan = self._planner.plan(view)
         for role in (PREFILL, DECODE):
             self._metrics.saturation.labels(role).set(plan.saturation[role])
+            if role in plan.wanted:
+                self._metrics.wanted.labels(role).set(plan.wanted[role])
         # Roles are switched on before others are switched off, so that each is always served.
         active = {worker.address: worker.active for worker in view.workers}
         for address, roles in plan.switches.items():

@@ -190,6 +190,7 @@ class PlannerMetrics:
     """The planner's view of the fleet, and what it did."""
 
     saturation: Gauge
+    wanted: Gauge
     switches: Counter
     readings: Counter
 
@@ -201,6 +202,12 @@ class PlannerMetrics:
                 "saturation_ratio",
                 "Load of a role over the most that keeps the service level; above 1 it needs more "
                 "workers, in proportion.",
+                "role",
+            ),
+            wanted=_gauge(
+                registry,
+                "wanted_workers",
+                "Workers of a role at which its saturation would be 1; absent until measured.",
                 "role",
             ),
             switches=_counter(

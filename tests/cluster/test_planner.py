@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from baton.load import Slo
-from planner.fleet_view import BOTH, ONLY_DECODE, ONLY_PREFILL, FleetView
+from planner.fleet_view import BOTH, DECODE, ONLY_DECODE, ONLY_PREFILL, PREFILL, FleetView
 from planner.planner import RolePlan, RolePlanner
 from planner.routers import RouterClients
 from planner.service import PlannerService
@@ -29,7 +29,7 @@ class ByHand(RolePlanner):
 
     def plan(self, view: FleetView) -> RolePlan:
         self.views.append(view)
-        plan = RolePlan(self.next, super().plan(view).saturation)
+        plan = RolePlan(self.next, super().plan(view).saturation, {DECODE: 1.5})
         self.next = {}
         return plan
 
@@ -119,6 +119,8 @@ async def test_a_dry_run_and_a_lost_worker_switch_nothing(checkpoint: Path) -> N
         assert planner.views[-1].workers[0].active == BOTH
         assert registry.get_sample_value("baton_role_switches_total", {"outcome": "planned"}) == 1
 
+        assert registry.get_sample_value("baton_wanted_workers", {"role": DECODE}) == 1.5
+        assert registry.get_sample_value("baton_wanted_workers", {"role": PREFILL}) is None
         acting, registry = service_of(running, planner, acts=True)
         planner.next = {"127.0.0.1:1": ONLY_PREFILL}
         await acting.step()

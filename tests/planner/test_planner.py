@@ -94,6 +94,7 @@ def test_nothing_is_switched_before_anything_is_measured() -> None:
     plan = planner.plan(view)
     assert plan.switches == {}
     assert plan.saturation == {PREFILL: 0.0, DECODE: 0.0}
+    assert plan.wanted == {}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,20 @@ def test_a_worker_that_is_away_counts_for_saturation_only() -> None:
     before = planner.plan(fleet.view(16)).saturation[PREFILL]
     fleet.away = frozenset([fleet.active.index(ONLY_PREFILL)])
     assert planner.plan(fleet.view(16)).saturation[PREFILL] == pytest.approx(before, rel=0.1)
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2, 4])
+def test_the_wanted_number_does_not_depend_on_the_present_one(num_prefill: int) -> None:
+    """An autoscaler that divides it by a target gets the same answer while workers start."""
+    fleet = Fleet([ONLY_PREFILL] * num_prefill + [ONLY_DECODE] * 4)
+    planner = RolePlanner(PROMISE)
+    for _ in range(60):
+        plan = planner.plan(fleet.view(8))
+    assert plan.wanted[PREFILL] == pytest.approx(plan.saturation[PREFILL] * num_prefill)
+    # 8 prompts/s of 0.1 s take 0.8 workers, and queues some more; fewer workers wait less well.
+    assert 0.8 <= plan.wanted[PREFILL] <= 1.3
+    fleet.active = [ONLY_DECODE] * 5
+    assert planner.plan(fleet.view(8)).wanted[PREFILL] == 1.0
 
 
 def test_fixed_workers_keep_their_role() -> None:
