@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from baton.client import AsyncBatonClient
 from runtime.config import Address, parse_address
-from runtime.security.access import ChannelSecurity
+from runtime.security.access import ChannelSecurity, PeerRole
 
 RESOLVE_S = 5.0  # limit of one lookup, and the pause between two
 
@@ -19,9 +19,13 @@ logger = logging.getLogger(__name__)
 class RouterClients:
     """Clients by address, which `refresh` keeps up to date."""
 
-    def __init__(self, targets: Mapping[str, ChannelSecurity]) -> None:
-        """Create the clients of these targets, HOST:PORT; nothing is resolved yet."""
+    def __init__(self, targets: Sequence[str], security: ChannelSecurity) -> None:
+        """Create the clients of these targets, HOST:PORT; nothing is resolved yet.
+
+        The certificate of a router must name its role, not one of its addresses.
+        """
         self._targets = targets
+        self._security = security.to(PeerRole.ROUTER)
         self._addresses: dict[str, frozenset[str]] = {}  # by target, as of its last lookup
         self._clients: dict[str, AsyncBatonClient] = {}
         self._looked_s = float("-inf")
@@ -44,10 +48,10 @@ class RouterClients:
         """
         if now_s >= self._looked_s + RESOLVE_S:
             self._looked_s = now_s
-            for target, security in self._targets.items():
+            for target in self._targets:
                 self._addresses[target] = await self._look_up(target)
                 for address in self._addresses[target] - self._clients.keys():
-                    self._clients[address] = AsyncBatonClient(address, security=security)
+                    self._clients[address] = AsyncBatonClient(address, security=self._security)
             await self._keep(frozenset().union(*self._addresses.values()))
         return dict(self._clients)
 

@@ -13,7 +13,6 @@ from planner.planner import RolePlanner
 from planner.reader import FleetReader
 from planner.routers import RouterClients
 from runtime.clock import Clock, SystemClock
-from runtime.config import parse_address
 from runtime.errors import BatonError
 from runtime.observe.exposition import Exposition, new_registry
 from runtime.observe.metrics import PlannerMetrics
@@ -123,23 +122,18 @@ class PlannerService:
         return True
 
 
-def _security(config: PlannerConfig, server_name: str) -> ChannelSecurity:
-    return client_security(
-        tls_ca=config.tls_ca,
-        tls_cert=config.tls_cert,
-        tls_key=config.tls_key,
-        token_file=config.token_file,
-        server_name=server_name if config.tls_ca is not None else "",
-    )
-
-
 async def serve(config: PlannerConfig, stop: StopSignal) -> None:
     """Plan until `stop`.
 
     Raises:
         ConfigError: a certificate, a token file or the metrics port cannot be used.
     """
-    security = _security(config, "")
+    security = client_security(
+        tls_ca=config.tls_ca,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        token_file=config.token_file,
+    )
     registry = new_registry(role="planner", version=VERSION)
     metrics = PlannerMetrics.create(registry)
     async with AsyncExitStack() as stack:
@@ -149,14 +143,7 @@ async def serve(config: PlannerConfig, stop: StopSignal) -> None:
             )
             stack.callback(exposition.close)
             logger.info("metrics", extra={"port": exposition.port})
-        # The certificate of a router has the name that was given, not one of its addresses.
-        named = {
-            router: parse_address(router).host if parse_address(router).is_name else ""
-            for router in config.router
-        }
-        routers = await stack.enter_async_context(
-            RouterClients({router: _security(config, host) for router, host in named.items()})
-        )
+        routers = await stack.enter_async_context(RouterClients(config.router, security))
         planner = RolePlanner(config.promise)
         service = PlannerService(
             routers, planner, metrics, security, SystemClock(), acts=not config.dry_run

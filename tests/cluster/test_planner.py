@@ -39,7 +39,7 @@ def service_of(
 ) -> tuple[PlannerService, CollectorRegistry]:
     registry = CollectorRegistry()
     metrics = PlannerMetrics.create(registry)
-    routers = RouterClients({running.cluster.address: PLAIN_CHANNEL})
+    routers = RouterClients((running.cluster.address,), PLAIN_CHANNEL)
     return (
         PlannerService(routers, planner, metrics, PLAIN_CHANNEL, SystemClock(), acts=acts),
         registry,

@@ -28,7 +28,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 async def test_a_name_stands_for_its_addresses(names: dict[str, list[str]]) -> None:
     names["routers.baton"] = ["10.0.0.1", "10.0.0.2"]
-    async with RouterClients({TARGET: PLAIN_CHANNEL, "10.0.0.9:7000": PLAIN_CHANNEL}) as routers:
+    async with RouterClients((TARGET, "10.0.0.9:7000"), PLAIN_CHANNEL) as routers:
         found = await routers.refresh(0.0)
         assert set(found) == {"10.0.0.1:7000", "10.0.0.2:7000", "10.0.0.9:7000"}
         names["routers.baton"] = ["10.0.0.2", "10.0.0.3"]
@@ -41,7 +41,7 @@ async def test_a_name_stands_for_its_addresses(names: dict[str, list[str]]) -> N
 
 async def test_a_failed_lookup_keeps_addresses(names: dict[str, list[str]]) -> None:
     names["routers.baton"] = ["10.0.0.1"]
-    async with RouterClients({TARGET: PLAIN_CHANNEL}) as routers:
+    async with RouterClients((TARGET,), PLAIN_CHANNEL) as routers:
         found = await routers.refresh(0.0)
         names["routers.baton"] = []
         assert await routers.refresh(RESOLVE_S) == found
