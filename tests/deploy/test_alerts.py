@@ -46,15 +46,17 @@ def test_rules_use_metrics_and_labels_that_exist() -> None:
 
 
 def test_autoscalers_use_metrics_that_exist() -> None:
-    scalers = of_kind(load("rdma"), "HorizontalPodAutoscaler")
-    names = {
-        m["pods"]["metric"]["name"]
-        for d in scalers
-        for m in d["spec"]["metrics"]
-        if m["type"] == "Pods"
-    }
-    assert names
-    assert names <= set(_exported())
+    queries = [
+        trigger["metadata"]["query"]
+        for document in of_kind(load("rdma"), "ScaledObject")
+        for trigger in document["spec"]["triggers"]
+        if trigger["type"] == "prometheus"
+    ]
+    exported = _exported()
+    for query in queries:
+        ((name, matchers),) = re.findall(r"(baton\w*)\{([^}]*)\}", query)
+        assert set(re.findall(r"(\w+)=", matchers)) - {"namespace"} <= exported[name]
+    assert len(queries) == 2
 
 
 def test_label_values_in_rules_are_those_of_the_code() -> None:

@@ -100,12 +100,6 @@ def test_each_of_two_models_finds_its_own_workers() -> None:
         }
         assert named <= accounts | maps
         assert all(name.startswith(f"{model}-") for name in named)
-    scaled = names(documents, "Deployment", "LeaderWorkerSet")
-    targets = {
-        document["spec"]["scaleTargetRef"]["name"]
-        for document in of_kind(documents, "HorizontalPodAutoscaler")
-    }
-    assert targets == {"large-router", "large-prefill", "large-decode"} <= scaled
     for binding in of_kind(documents, "RoleBinding"):
         assert {binding["roleRef"]["name"]} <= names(documents, "Role")
         assert {subject["name"] for subject in binding["subjects"]} <= accounts
@@ -169,17 +163,3 @@ def test_a_gateways_route_and_pool_point_at_running_services() -> None:
     assert port["number"] in {each["containerPort"] for each in picked[0].container["ports"]}
     (served,) = services["router"]["ports"]
     assert pool["spec"]["appProtocol"] == served["appProtocol"]
-
-
-def test_the_adapter_has_every_metric_that_something_is_scaled_by() -> None:
-    rules = yaml.safe_load((DEPLOY / "examples" / "hpa-metrics.yaml").read_text())["rules"][
-        "custom"
-    ]
-    scaled_by = {
-        metric["pods"]["metric"]["name"]
-        for document in of_kind(load("rdma"), "HorizontalPodAutoscaler")
-        for metric in document["spec"]["metrics"]
-        if metric["type"] == "Pods"
-    }
-    assert {rule["name"]["as"] for rule in rules} == scaled_by
-    assert all(rule["seriesQuery"].startswith(rule["name"]["as"]) for rule in rules)

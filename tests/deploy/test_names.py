@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import typer
+from prometheus_client import CollectorRegistry
 
 from baton.gateway import GatewayConfig
 from baton.gateway import app as gateway_app
 from decode.worker import DecodeRole
 from engine.core.layer_range import Placement
 from engine.core.numerics import HOST, Numerics
+from planner.command import app as planner_app
+from planner.config import PlannerConfig
+from pool.leader_server import WORKER_SERVICE
 from pool.main import worker_command
 from pool.pipeline.follower import GOODBYE_S
 from pool.serving import PIPELINE_SERVICE
@@ -28,6 +32,7 @@ from router.config import RouterConfig
 from router.workers.discovery import ServiceTarget, parse_target
 from runtime.config import leader_from_environment, number_from_environment, parse_address
 from runtime.config import load as load_config
+from runtime.observe.metrics import PlannerMetrics
 from runtime.security.access import ClientCertificates
 from tests.deploy.manifests import (
     DEPLOY,
@@ -41,12 +46,20 @@ from tests.deploy.manifests import (
 )
 from tests.deploy.test_network_policies import UCX
 from tests.support.models.tiny_models import LLAMA, tiny
+from worker.config import RolesConfig
 
-Settings = RouterConfig | WorkerConfig | GatewayConfig
+Settings = RouterConfig | WorkerConfig | GatewayConfig | PlannerConfig
 SettingsOf = Callable[[PodKind], Settings]
 GATEWAY = "baton.gateway"  # the module; of the other roles it is their name
-APPS = {"router": router_app, GATEWAY: gateway_app}
-SERVICE_VARIABLES = {"PREFILL_SERVICE", "DECODE_SERVICE", "ROUTER_SERVICE"}  # expanded in arguments
+APPS = {"router": router_app, GATEWAY: gateway_app, "planner": planner_app}
+NO_MODEL = GatewayConfig | PlannerConfig
+NO_SERVER = {"planner"}  # it serves its metrics only
+SERVICE_VARIABLES = {  # expanded in arguments
+    "PREFILL_SERVICE",
+    "DECODE_SERVICE",
+    "ROUTER_SERVICE",
+    "ROUTERS_SERVICE",
+}
 UCX_VARIABLES = {"UCX_TLS"}  # read by UCX itself
 STOPPING_S = 5  # from the end of the drain to the end of the process
 
@@ -67,7 +80,7 @@ def settings_of(
 
     def settings(pod: PodKind) -> Settings:
         role, *arguments = pod.arguments
-        app = APPS[role] if role in APPS else worker_command(role, lambda flags, path: 0)
+        app = _app(role)
         with monkeypatch.context() as patch:
             for name, value in pod.environment.items():
                 patch.setenv(name, value)
@@ -80,12 +93,20 @@ def settings_of(
         assert given.pop("config") == Path("/etc/baton/baton.toml")
         if role == "router":
             return load_config(RouterConfig, section=role, flags=given, file=file)
+        if role == "planner":
+            return load_config(PlannerConfig, section=role, flags=given, file=file)
         given["rank"] = number_from_environment("RANK", pod.environment)
         given["world_size"] = number_from_environment("WORLD_SIZE", pod.environment)
         given["leader"] = leader_from_environment(pod.environment)
-        return load_config(WorkerConfig, section=role, flags=given, file=file)
+        worker = RolesConfig if role == "worker" else WorkerConfig
+        return load_config(worker, section=role, flags=given, file=file)
 
     return settings
+
+
+def _app(role: str) -> typer.Typer:
+    settings = RolesConfig if role == "worker" else WorkerConfig
+    return APPS[role] if role in APPS else worker_command(role, lambda flags, path: 0, settings)
 
 
 def test_arguments_and_settings_are_those_of_the_roles(
@@ -94,7 +115,7 @@ def test_arguments_and_settings_are_those_of_the_roles(
     for pod in pod_kinds(documents):
         settings = settings_of(pod)
         assert pod.container["args"][0] == (GATEWAY if pod.role == "gateway" else pod.role)
-        if not isinstance(settings, GatewayConfig):
+        if not isinstance(settings, NO_MODEL):
             assert str(settings.model).startswith("/models/")
             assert settings.model_name
         volumes = {volume["name"] for volume in pod.spec["volumes"]}
@@ -108,8 +129,11 @@ def test_stages_and_their_ranks_know_their_place(
     for pod in pod_kinds(documents):
         if isinstance(settings := settings_of(pod), WorkerConfig):
             assert (settings.rank, settings.world_size) == (pod.index, pod.group_size)
-            assert settings.leader == ("" if pod.role == "prefill" else leader)
+            assert settings.leader == (leader if pod.role == "decode" else "")
             places += [settings.placement] if pod.role == "decode" else []
+    if not places:
+        assert {pod.name for pod in pod_kinds(documents)} >= {"router", "worker"}
+        return
     tp = places[0].tensor.size
     assert places == [Placement.of(rank, len(places), tp) for rank in range(len(places))]
     assert (len(places) // tp, tp) == (2, 2 if documents == load("ranks") else 1)
@@ -136,7 +160,7 @@ def test_all_workers_and_routers_serve_one_model(
             {
                 (each.model, each.model_name)
                 for each in all_settings
-                if not isinstance(each, GatewayConfig)
+                if not isinstance(each, NO_MODEL)
             }
         )
         == 1
@@ -145,7 +169,7 @@ def test_all_workers_and_routers_serve_one_model(
 
 def test_every_key_of_the_settings_file_is_a_flag() -> None:
     for role, table in tomllib.loads((DEPLOY / "base" / "baton.toml").read_text()).items():
-        app = router_app if role == "router" else worker_command(role, lambda flags, path: 0)
+        app = _app(role)
         flags = {
             option for parameter in typer.main.get_command(app).params for option in parameter.opts
         }
@@ -155,6 +179,13 @@ def test_every_key_of_the_settings_file_is_a_flag() -> None:
 def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: SettingsOf) -> None:
     for pod in pod_kinds(documents):
         settings, container = settings_of(pod), pod.container
+        if isinstance(settings, PlannerConfig):
+            (port,) = container["ports"]
+            assert port == {"name": "metrics", "containerPort": settings.metrics_port}
+            probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness")]
+            assert probes == [{"port": settings.metrics_port, "path": "/metrics"}] * 2
+            assert settings.metrics_host == "0.0.0.0"
+            continue
         own_port = parse_address(settings.listen).port
         protocol = "http" if isinstance(settings, GatewayConfig) else "grpc"
         expected = {protocol: own_port, "metrics": settings.metrics_port}
@@ -195,6 +226,11 @@ def test_every_pod_has_the_certificate_of_its_role_or_none_has(
         if files == (None, None, None):
             assert not secrets
             continue
+        if isinstance(settings, PlannerConfig):
+            assert secrets["tls"]["secretName"] == "operator-tls"
+            assert settings.token_file == Path(mounts["token"]) / "token"
+            assert secrets["token"]["secretName"] == "operator-token"
+            continue
         assert files == tuple(
             Path(mounts["tls"]) / name for name in ("tls.crt", "tls.key", "ca.crt")
         )
@@ -206,6 +242,7 @@ def test_every_pod_has_the_certificate_of_its_role_or_none_has(
             assert settings.client_certificates is ClientCertificates.NONE, (
                 "tokens say who a client is"
             )
+            assert settings.operator_tokens == ("operator",)
     assert len(secured) == 1
     if any(pod.role == "gateway" for pod in pod_kinds(documents)):
         assert secured == {False}, "a gateway shows routers neither a certificate nor a token"
@@ -232,6 +269,7 @@ def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) 
         "prefill": PrefillRole().services["prefill"],
         "decode-leader": DecodeRole().services["decode"],
         "decode-worker": PIPELINE_SERVICE,
+        "worker": WORKER_SERVICE,
     }
     for pod in pod_kinds(documents):
         if pod.role == "gateway":
@@ -240,6 +278,7 @@ def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) 
                 for name in ("startup", "liveness", "readiness")
             ]
             assert paths == ["/liveness", "/liveness", "/readiness"]
+        if pod.role == "gateway" or pod.role in NO_SERVER:
             continue
         assert pod.container["readinessProbe"]["grpc"]["service"] == expected[pod.name]
         assert "service" not in pod.container["livenessProbe"]["grpc"], (
@@ -263,11 +302,14 @@ def test_grace_periods_are_longer_than_drains(
 ) -> None:
     needed = {}
     for pod in pod_kinds(documents):
+        settings = settings_of(pod)
+        if isinstance(settings, PlannerConfig):
+            continue  # nothing runs in it
         pause_s = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
         goodbye_s = GOODBYE_S if pod.index else 0  # a stage waits for its leader's
-        needed[pod.name] = pause_s + settings_of(pod).drain_s + goodbye_s
+        needed[pod.name] = pause_s + settings.drain_s + goodbye_s
         assert pod.spec["terminationGracePeriodSeconds"] >= needed[pod.name] + STOPPING_S
-    assert needed["decode-worker"] >= needed["decode-leader"], (
+    assert needed.get("decode-worker", 0) >= needed.get("decode-leader", 0), (
         "stages outlive their draining leader"
     )
 
@@ -276,25 +318,22 @@ def test_selectors_meet_pods(documents: list[Document]) -> None:
     pods = pod_kinds(documents)
     for document in of_kind(documents, "PodDisruptionBudget", "PodMonitor", "Deployment"):
         role = document["metadata"]["name"]
-        if (
-            document["kind"] == "PodMonitor"
-            and role == "gateway"
-            and all(pod.role != role for pod in pods)
-        ):
-            continue  # a component that not every overlay has
+        if document["kind"] == "PodMonitor" and all(pod.role != role for pod in pods):
+            continue  # of a component that not every overlay has
         assert {p.role for p in pods if selects(document["spec"]["selector"], p.labels)} == {role}
     for document in of_kind(documents, "Service"):
         selector = {"matchLabels": document["spec"]["selector"]}
+        name = document["metadata"]["name"]
         assert {p.name for p in pods if selects(selector, p.labels)} == {
-            document["metadata"]["name"]
+            "router" if name == "routers" else name
         }
     scaled = {
         (d["kind"], d["metadata"]["name"])
         for d in of_kind(documents, "Deployment", "LeaderWorkerSet")
     }
-    for document in of_kind(documents, "HorizontalPodAutoscaler"):
+    for document in of_kind(documents, "ScaledObject"):
         target = document["spec"]["scaleTargetRef"]
-        assert (target["kind"], target["name"]) in scaled
+        assert (target.get("kind", "Deployment"), target["name"]) in scaled
 
 
 def test_routers_find_the_leaders_of_every_pool(
@@ -305,7 +344,11 @@ def test_routers_find_the_leaders_of_every_pool(
     services = {
         document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")
     }
-    for targets, leader in ((router.prefill, "prefill"), (router.decode, "decode-leader")):
+    both = "worker" if "worker" in services else ""
+    for targets, leader in (
+        (router.prefill, both or "prefill"),
+        (router.decode, both or "decode-leader"),
+    ):
         (place,) = [parse_target(target) for target in targets]
         assert isinstance(place, ServiceTarget)
         assert not place.namespace, "the router's own"
@@ -335,6 +378,48 @@ def test_gateways_call_the_service_of_routers_that_know_their_contract(
         assert router.max_connection_age_s is not None, (
             "else each gateway stays with the router that it found first"
         )
+
+
+def test_what_scales_a_role_is_exported_by_the_planner_of_the_overlay() -> None:
+    """The queries name its metric, role and namespace; a lost series must not scale anything down."""
+    documents = load("rdma")
+    registry = CollectorRegistry()
+    PlannerMetrics.create(registry).wanted.labels("decode")
+    assert "planner" in {pod.role for pod in pod_kinds(documents)}
+    assert "planner" in {each["metadata"]["name"] for each in of_kind(documents, "PodMonitor")}
+    triggers = {
+        document["metadata"]["name"]: trigger
+        for document in of_kind(documents, "ScaledObject")
+        for trigger in document["spec"]["triggers"]
+    }
+    assert triggers.pop("router")["type"] == "cpu"
+    for role, trigger in triggers.items():
+        query = trigger["metadata"]["query"]
+        name, selector = re.fullmatch(r"max\((\w+)\{(.+)\}\)", query).groups()  # type: ignore[union-attr]
+        assert registry.get_sample_value(name, {"role": "decode"}) is not None
+        assert selector == f'namespace="baton",role="{role}"'
+        assert trigger["metricType"] == "AverageValue"
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+    assert triggers.keys() == {"prefill", "decode"}
+
+
+def test_the_planner_reads_every_router_by_its_own_address(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(documents, "Service")}
+    for pod in pod_kinds(documents):
+        settings = settings_of(pod)
+        if isinstance(settings, PlannerConfig):
+            (address,) = map(parse_address, settings.router)
+            assert services[address.host]["clusterIP"] == "None"
+            assert {port["port"] for port in services[address.host]["ports"]} == {address.port}
+            workload = next(
+                each
+                for each in of_kind(documents, "Deployment")
+                if each["metadata"]["name"] == "planner"
+            )
+            assert workload["spec"]["replicas"] == 1
+            assert workload["spec"]["strategy"] == {"type": "Recreate"}
 
 
 def test_only_routers_have_a_permission_and_it_is_to_read_endpoints(
@@ -424,7 +509,7 @@ def test_compiled_kernels_are_kept_on_a_volume(documents: list[Document]) -> Non
     )
     assert len(places) == 3
     for pod in pod_kinds(documents):
-        if pod.role in ("prefill", "decode"):
+        if pod.role in ("prefill", "decode", "worker"):
             (mount,) = [
                 mount for mount in pod.container["volumeMounts"] if mount["name"] == "kernels"
             ]

@@ -20,7 +20,7 @@ from tests.deploy.manifests import (
 GRPC, METRICS, UCX, HTTP = (7000, 7000), (9090, 9090), (7300, 7363), (8000, 8000)
 Edge = tuple[str, str, tuple[int, int]]
 
-EDGES: set[Edge] = {
+EDGES: set[Edge] = {  # of prefill workers and decode pools
     ("router", "prefill", GRPC),
     ("router", "decode-leader", GRPC),
     ("decode-worker", "decode-leader", GRPC),
@@ -35,11 +35,25 @@ EDGES: set[Edge] = {
     ("decode-worker", "decode-worker", UCX),
 }
 
+WORKER_EDGES: set[Edge] = {("router", "worker", GRPC), ("worker", "worker", UCX)}
 GATEWAY_EDGES: set[Edge] = {("gateway", "router", GRPC)}
+PLANNER_EDGES: set[Edge] = {("planner", "router", GRPC)}
+PLANNER_AND_WORKER_EDGES: set[Edge] = {("planner", "worker", GRPC)}  # it switches their roles
+ASKS_DNS = {"decode-leader", "decode-worker", "gateway", "planner"}
 
 
-def _has_gateway(documents: list[Document]) -> bool:
-    return any(pod.role == "gateway" for pod in pod_kinds(documents))
+def _names(documents: list[Document]) -> set[str]:
+    return {pod.name for pod in pod_kinds(documents)}
+
+
+def expected_edges(names: set[str]) -> set[Edge]:
+    """Return the connections of these kinds of pods."""
+    edges = set(WORKER_EDGES if "worker" in names else EDGES)
+    if "gateway" in names:
+        edges |= GATEWAY_EDGES
+    if "planner" in names:
+        edges |= PLANNER_EDGES | (PLANNER_AND_WORKER_EDGES if "worker" in names else set())
+    return edges
 
 
 def allowed(
@@ -77,7 +91,7 @@ def test_exactly_these_edges_are_open_between_pods(overlay: str) -> None:
         for ports in allowed(policies, source, target, "egress")
         & allowed(policies, target, source, "ingress")
     }
-    assert edges == EDGES | (GATEWAY_EDGES if _has_gateway(documents) else set())
+    assert edges == expected_edges(_names(documents))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -93,9 +107,7 @@ def test_only_routers_reach_the_api_server_and_only_some_dns(overlay: str) -> No
         for port in rule["ports"]
         if any("ipBlock" in peer or "namespaceSelector" in peer for peer in rule["to"])
     }
-    asks_dns = {"decode-leader", "decode-worker"} | (
-        {"gateway"} if _has_gateway(documents) else set()
-    )
+    asks_dns = ASKS_DNS & _names(documents)
     assert outward == {("router", 443), ("router", 6443)} | {(name, 53) for name in asks_dns}
 
 
@@ -124,7 +136,7 @@ def test_the_outside_reaches_routers_and_metrics_only(overlay: str) -> None:
         if of_kind(documents, "PodMonitor")
         else set()
     )
-    served = {("gateway", HTTP[0])} if _has_gateway(documents) else set()
+    served = {("gateway", HTTP[0])} if "gateway" in _names(documents) else set()
     assert outside == {("router", GRPC[0])} | scraped | served
 
 
@@ -153,7 +165,7 @@ def test_a_dns_cache_on_the_node_is_reachable_by_all_that_use_dns(overlay: str) 
     policies = of_kind(documents, "NetworkPolicy")
     assert {
         pod.name for pod in pod_kinds(documents) if _reaches(policies, pod, NODE_LOCAL_DNS, 53)
-    } == {"decode-leader", "decode-worker"} | ({"gateway"} if _has_gateway(documents) else set())
+    } == ASKS_DNS & _names(documents)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -17,7 +17,7 @@ def test_every_manifest_fits_its_schema(overlay: str, release: str) -> None:
     assert {name: text for name, text in found.items() if text} == {}
     kinds = {d["kind"] for d in documents}
     assert kinds >= {"Deployment", "Role", "NetworkPolicy"}
-    assert kinds & {"LeaderWorkerSet", "DisaggregatedSet"}
+    assert kinds & {"LeaderWorkerSet", "DisaggregatedSet"} or overlay == "aggregated"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -37,7 +37,7 @@ def test_rendered_and_written_overlays_are_the_same_set() -> None:
 
 
 def _edited(kind: str, path: str, value: object) -> dict[str, Any]:
-    document = of_kind(load("single-node"), kind)[0]
+    document = of_kind(load("rdma"), kind)[0]
     *parents, last = path.split(".")
     node = document
     for key in parents:
@@ -57,6 +57,8 @@ def _edited(kind: str, path: str, value: object) -> dict[str, Any]:
             "Always",
             "imagePullPolice",
         ),
+        ("ScaledObject", "spec.minReplicas", 2, "minReplicas"),
+        ("ScaledObject", "spec.triggers", [{"type": "cpu", "metadata": {"value": 70}}], "70"),
         ("PodMonitor", "spec.podMetricEndpoints", [], "podMetricEndpoints"),
         ("PrometheusRule", "spec.groups", [{"name": "x", "rule": []}], "rule"),
         ("Deployment", "spec.replicas", "two", "two"),
