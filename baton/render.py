@@ -63,10 +63,15 @@ def _ms(seconds: float) -> str:
 LEAST_COLUMNS = 64  # of the tables
 _BAR_CELLS = 9
 _LONGEST_COUNT = 99_999
+_LEGEND = (
+    "runs, queued: requests · pages: KV cache, slots: recurrent states (free/all)\n"
+    "open: sessions of handoffs"
+)
 
 
 def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None) -> Group:
-    """Return one row per pool with its stages, and below the reasons why pools do not serve.
+    """Return one row per pool with its stages, and below how requests were placed on workers of
+    both roles, the units, and the reasons why pools do not serve.
 
     The view fits in 80 columns. `rates`: known tokens per second by address, of prompts in prefill
     and of output in decode.
@@ -97,7 +102,20 @@ def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None)
         for worker in status.workers
         if not worker.serving
     ]
-    return Group(table, *reasons)
+    return Group(table, *_placed(status), Text(_LEGEND, "dim"), *reasons)
+
+
+def _placed(status: ClusterStatus) -> list[Text]:
+    """Return a line with the decisions about requests, if there was anything to decide."""
+    if all(each.why == "roles" for each in status.placements):
+        return []
+    kinds = {each.kind: each for each in status.placements}
+    texts = []
+    for kind in kinds:
+        found = [each for each in status.placements if each.kind == kind]
+        reasons = ", ".join(f"{each.why} {each.requests}" for each in found)
+        texts.append(f"{sum(each.requests for each in found)} {kind} ({reasons})")
+    return [Text("placed: " + "; ".join(texts))]
 
 
 def wide_enough() -> Console:

@@ -297,6 +297,15 @@ class FlushedCache:
 
 
 @dataclass(frozen=True)
+class PlacementCount:
+    """Requests that a router placed in one way since its start (docs/roles.md)."""
+
+    kind: str  # aggregated or disaggregated
+    why: str
+    requests: int
+
+
+@dataclass(frozen=True)
 class ClusterStatus:
     """State of a cluster as `baton status` shows it; waiting requests are queued in a router."""
 
@@ -306,3 +315,4 @@ class ClusterStatus:
     workers: tuple[WorkerStatus, ...]
     waiting_tokens: int = 0  # prompt tokens of waiting requests
     admitted_requests: int = 0  # since the router's start
+    placements: tuple[PlacementCount, ...] = ()

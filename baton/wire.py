@@ -22,6 +22,7 @@ from baton.values import (
     FlushedCache,
     Load,
     ModelInfo,
+    PlacementCount,
     PromptLogprobs,
     Query,
     Sampling,
@@ -343,6 +344,7 @@ def cluster_status_of(response: pb.GetClusterStatusResponse) -> ClusterStatus:
         tuple(_worker_of(worker) for worker in response.workers),
         response.waiting_tokens,
         response.admitted_requests,
+        tuple(PlacementCount(each.kind, each.why, each.requests) for each in response.placements),
     )
 
 

@@ -275,21 +275,33 @@ class WorkerStatus(_message.Message):
     token_s: float
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., able_roles: _Optional[_Iterable[str]] = ..., roles: _Optional[_Iterable[str]] = ..., roles_epoch: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
 
+class PlacementCount(_message.Message):
+    __slots__ = ("kind", "why", "requests")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    why: str
+    requests: int
+    def __init__(self, kind: _Optional[str] = ..., why: _Optional[str] = ..., requests: _Optional[int] = ...) -> None: ...
+
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("model", "waiting_requests", "running_requests", "workers", "waiting_tokens", "admitted_requests")
+    __slots__ = ("model", "waiting_requests", "running_requests", "workers", "waiting_tokens", "admitted_requests", "placements")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     waiting_requests: int
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     waiting_tokens: int
     admitted_requests: int
-    def __init__(self, model: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., waiting_tokens: _Optional[int] = ..., admitted_requests: _Optional[int] = ...) -> None: ...
+    placements: _containers.RepeatedCompositeFieldContainer[PlacementCount]
+    def __init__(self, model: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., waiting_tokens: _Optional[int] = ..., admitted_requests: _Optional[int] = ..., placements: _Optional[_Iterable[_Union[PlacementCount, _Mapping]]] = ...) -> None: ...
 
 class FlushCachesRequest(_message.Message):
     __slots__ = ()

@@ -190,6 +190,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             workers=workers,
             waiting_tokens=round(self._services.admission.waiting_tokens),
             admitted_requests=self._services.admission.num_let_in,
+            placements=[
+                generation_pb2.PlacementCount(kind=kind, why=why, requests=count)
+                for (kind, why), count in sorted(self._services.directory.placement.placed.items())
+            ],
         )
 
     async def FlushCaches(

@@ -6,6 +6,7 @@ caller must release the booking.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -62,6 +63,7 @@ class WorkerPlacement:
         self._metrics = metrics
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
+        self.placed: Counter[tuple[str, str]] = Counter()  # requests by kind and reason
         self._failed_links = FailedLinks(clock)
 
     def place(self, request: PlacementRequest) -> WorkerPair | None:
@@ -285,6 +287,7 @@ class WorkerPlacement:
             request.prompt.num_tokens,
         )
         self._metrics.placements.labels(place.kind, place.why).inc()
+        self.placed[place.kind, place.why] += 1
         pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
         return WorkerPair(self._book(source, request), self._book(pool, request))
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from baton.render import StartPrinter, status_view
 from baton.status_command import StatusSample, token_rates
-from baton.values import ClusterStatus, DataRankStatus, WorkerStatus
+from baton.values import ClusterStatus, DataRankStatus, PlacementCount, WorkerStatus
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 PREFILL = WorkerStatus(
@@ -84,6 +84,23 @@ def test_a_worker_that_does_not_serve_and_one_in_a_long_step_stand_out() -> None
     assert lines[-1].startswith("prefill 127.0.0.1:40001: waiting for 1 more stages to join")
     assert "down" in "\n".join(lines)
     assert "7 s" in "\n".join(lines)
+
+
+def test_placements_are_shown_where_there_was_a_choice() -> None:
+    def shown(*placements: PlacementCount) -> str:
+        drawn_on = io.StringIO()
+        status = ClusterStatus("model", 0, 0, (PREFILL, DECODE), placements=placements)
+        Console(width=80, file=drawn_on).print(status_view(status))
+        return " ".join(drawn_on.getvalue().split())
+
+    by_role = PlacementCount("disaggregated", "roles", 7)
+    assert "placed" not in shown(by_role)
+    text = shown(
+        PlacementCount("aggregated", "load", 2),
+        PlacementCount("aggregated", "no_handoff", 10),
+        by_role,
+    )
+    assert "placed: 12 aggregated (load 2, no_handoff 10); 7 disaggregated (roles 7)" in text
 
 
 def test_rates_are_tokens_between_two_looks() -> None:

@@ -102,7 +102,10 @@ async def test_pools_of_one_and_of_both_roles_serve_together(
         )
         assert placed["aggregated", "no_handoff"] + placed["disaggregated", "streams"] > 0
         assert placed["disaggregated", "roles"] > 0
-        await running.until_clean()
+        status = await running.until_clean()
+        assert {(each.kind, each.why): each.requests for each in status.placements} == {
+            key: count for key, count in placed.items() if count
+        }
 
 
 async def busy_worker(running: RunningCluster) -> str:
