@@ -5,8 +5,9 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,7 @@ from protos import generation_pb2_grpc, orca_service_pb2_grpc
 from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
+from router.api.status_page import status_pages
 from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission
 from router.request.flow import Services
@@ -31,7 +33,7 @@ from runtime.config import describe
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.tokenizer_files import cache_folder, make_tokenizer
-from runtime.observe.exposition import Exposition, new_registry
+from runtime.observe.exposition import Exposition, Page, new_registry
 from runtime.observe.metrics import RouterMetrics, RpcMetrics
 from runtime.observe.tracing_setup import open_tracing
 from runtime.process.announce import Announcement, write_announcement
@@ -80,9 +82,10 @@ async def serve(
         also_served=(ORCA_SERVICE,),
         tracing=tracing,
     )
-    _add_apis(server, config, model, services, security)
+    generation = _add_apis(server, config, model, services, security)
+    pages = status_pages(partial(generation.cluster_status, for_operators=True), generation.problem)
     try:
-        async with _listening(server, config, registry, incarnation) as address:
+        async with _listening(server, config, registry, incarnation, pages) as address:
             logger.info("router listens", extra={"address": address, "model": model.facts.name})
             readiness = Readiness(services, server.health, config.warm_up_s, names)
             on_start()
@@ -142,12 +145,20 @@ async def _load_model(config: RouterConfig) -> ServedModel:
 
 @asynccontextmanager
 async def _listening(
-    server: GrpcServer, config: RouterConfig, registry: CollectorRegistry, incarnation: str
+    server: GrpcServer,
+    config: RouterConfig,
+    registry: CollectorRegistry,
+    incarnation: str,
+    pages: Mapping[str, Page],
 ) -> AsyncIterator[str]:
-    """Serve gRPC and metrics for the length of the block; announce and yield the gRPC address."""
+    """Serve gRPC, metrics and pages for the length of the block; announce and yield the gRPC
+    address.
+    """
     exposition = None
     if config.metrics_port is not None:
-        exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
+        exposition = Exposition.start(
+            registry, port=config.metrics_port, host=config.metrics_host, pages=pages
+        )
     try:
         address = await server.start()
         if config.announce is not None:
@@ -207,8 +218,8 @@ def _add_apis(
     model: ServedModel,
     services: Services,
     security: ServerSecurity,
-) -> None:
-    """Register every service that clients call."""
+) -> GenerationService:
+    """Register every service that clients call; return the one of the public API."""
     limits = RequestLimits(
         config.max_request_s,
         config.client_stall_s,
@@ -222,6 +233,7 @@ def _add_apis(
     )
     if config.vllm_engine:
         _add_vllm_engine(server, generation, config.model, model, services.directory.caches.prefill)
+    return generation
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:

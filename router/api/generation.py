@@ -179,9 +179,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def GetClusterStatus(
         self, request: generation_pb2.GetClusterStatusRequest, context: Context
     ) -> generation_pb2.GetClusterStatusResponse:
+        return self.cluster_status(for_operators=self._caller_of(context).is_operator)
+
+    def cluster_status(self, *, for_operators: bool) -> generation_pb2.GetClusterStatusResponse:
+        """Return the state of the cluster; addresses and causes are for operators."""
         num_waiting = self._services.admission.num_waiting
         workers = self._services.directory.status()
-        if not self._caller_of(context).is_operator:
+        if not for_operators:
             workers = without_addresses(workers)
         return generation_pb2.GetClusterStatusResponse(
             model=self._model.facts.name,

@@ -1,7 +1,7 @@
-"""Prometheus endpoint of a process: one registry, served from a thread.
+"""Prometheus endpoint of a process: one registry, served from a thread. A role may add pages.
 
-registry = new_registry(role="decode", version="0.1.0") exposition = Exposition.start(registry,
-port=0)             # exposition.port; exposition.close()
+registry = new_registry(role="decode", version="0.1.0")
+exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
 """
 
 import logging
@@ -9,9 +9,13 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
 from socketserver import ThreadingMixIn
-from typing import Self
+from types import MappingProxyType
+from typing import NamedTuple, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,6 +33,29 @@ logger = logging.getLogger(__name__)
 MAX_SCRAPES = 16  # concurrent connections, each with a thread
 SCRAPE_SILENCE_S = 10.0
 ACCEPT_PAUSE_S = 0.1
+
+# Pages load nothing from elsewhere, and no other page may frame them.
+_HEADERS = (
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
+)
+
+
+class PageBody(NamedTuple):
+    """Answer to a request for a page."""
+
+    content_type: str
+    content: bytes
+    status: int = 200
+
+
+Page = Callable[[], PageBody]
+"""A page, which a thread of the exposition makes for each request."""
 
 # Type in the base class; over TCP it is the socket.
 _AcceptedSocket = socket.socket | tuple[bytes, socket.socket]
@@ -97,6 +124,22 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         logger.debug("a scrape by %s failed", client_address, exc_info=True)
 
 
+def _with_pages(metrics: WSGIApplication, pages: Mapping[str, Page]) -> WSGIApplication:
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        page = pages.get(environ.get("PATH_INFO") or "/")
+        if page is None:
+            return metrics(environ, start_response)
+        method = environ["REQUEST_METHOD"]
+        is_read = method in ("GET", "HEAD")
+        body = page() if is_read else PageBody("text/plain", b"only GET\n", status=405)
+        head = (("Content-Type", body.content_type), ("Content-Length", str(len(body.content))))
+        status = HTTPStatus(body.status)
+        start_response(f"{status.value} {status.phrase}", [*head, *_HEADERS])
+        return [] if method == "HEAD" else [body.content]
+
+    return app
+
+
 def _cut(connection: _AcceptedSocket) -> None:
     """Shut down a connection, which ends its thread."""
     assert isinstance(connection, socket.socket)
@@ -118,8 +161,18 @@ class Exposition:
         return self._server.server_port
 
     @classmethod
-    def start(cls, registry: CollectorRegistry, *, port: int, host: str = "127.0.0.1") -> Self:
-        """Listen; port 0 lets the system choose. Raises ConfigError naming the address."""
+    def start(
+        cls,
+        registry: CollectorRegistry,
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        pages: Mapping[str, Page] = MappingProxyType({}),
+    ) -> Self:
+        """Listen; port 0 lets the system choose. Paths other than those of `pages` give the metrics.
+
+        Raises ConfigError naming the address.
+        """
         try:
             family, *_, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -129,7 +182,7 @@ class Exposition:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port"
             ) from error
-        server.set_app(make_wsgi_app(registry))
+        server.set_app(_with_pages(make_wsgi_app(registry), pages))
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()
         return cls(server, thread)
