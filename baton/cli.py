@@ -26,6 +26,7 @@ from baton.load_options import LoadOptions
 from baton.load_plot import check_can_plot
 from baton.render import event_json, status_view, wide_enough
 from baton.roles import set_roles
+from baton.serve_command import serve
 from baton.status_command import watch_json, watch_status
 from baton.up_command import up
 from baton.values import Sampling, Stop
@@ -73,6 +74,7 @@ def demo(context: typer.Context) -> None:
     raise typer.Exit(run_process("baton demo", run))
 
 
+app.command()(serve)
 app.command()(up)
 
 

@@ -28,6 +28,7 @@ from baton.scrape import scrape_config
 from baton.values import WorkerStatus
 from baton.waiting import reason_of, until_cluster_serves, until_serving
 from runtime.clock import Deadline, LoopClock
+from runtime.config import Address, parse_address
 from runtime.errors import ConfigError, UnavailableError
 from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer
 from runtime.observe.log import styled_line
@@ -73,6 +74,14 @@ class LocalCluster:
         announcement = self.processes[GATEWAY].announcement
         assert announcement is not None
         return announcement.address
+
+    @property
+    def status_page(self) -> str:
+        """Return the URL of the first router's page, or "" if it serves no metrics."""
+        where = self.processes[self._plan.router_names[0]].announcement
+        if where is None or where.metrics_port is None:
+            return ""
+        return f"http://{Address(parse_address(where.address).host, where.metrics_port)}/"
 
     @property
     def transport_text(self) -> str:

@@ -27,6 +27,38 @@ def demo_model() -> Path:
     return Path(str(resources.files("demo") / "model"))
 
 
+# Settings of `baton up` that `baton serve` has, too.
+Aggregated = Annotated[
+    bool,
+    Field(
+        description="One pool that prefills and decodes, in place of a prefill and a decode pool."
+    ),
+]
+DecodePp = Annotated[int, Field(description="Pipeline stages (processes) of each decode pool.")]
+MemoryMb = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="Cache memory of each worker in MiB; default: a share of the free memory.",
+    ),
+]
+MaxContext = Annotated[
+    int | None,
+    Field(
+        ge=16,
+        description="Maximum tokens of prompt and output together; default: the model's limit, or "
+        "as many as fit into memory.",
+    ),
+]
+LogLevel = Annotated[str, Field(description="Minimum log level: debug, info, warning or error.")]
+# default: of each role's table in the file, and text for the cluster's own lines
+ClusterLogStyle = Annotated[
+    LogStyle | None,
+    typer.Option(show_default=LogStyle.HUMAN.value),
+    Field(description="Log format: text, or JSON with every line of every process."),
+]
+
+
 class ClusterSettings(Config):
     """Settings of a local cluster that are flags of `baton up`, too."""
 
@@ -39,16 +71,11 @@ class ClusterSettings(Config):
         default=0,
         description="Number of pools that prefill and decode, with one copy of the weights.",
     )
-    aggregated: bool = Field(
-        default=False,
-        description="One pool that prefills and decodes, in place of a prefill and a decode pool.",
-    )
+    aggregated: Aggregated = False
     prefill_pp: int = Field(
         default=1, description="Pipeline stages (processes) of each prefill pool."
     )
-    decode_pp: int = Field(
-        default=1, description="Pipeline stages (processes) of each decode pool."
-    )
+    decode_pp: DecodePp = 1
     worker_pp: int = Field(
         default=1, description="Pipeline stages (processes) of each pool of both roles."
     )
@@ -89,29 +116,24 @@ class ClusterSettings(Config):
     listen: Annotated[str | None, typer.Option(show_default=DEFAULT_TARGET)] = Field(
         default=None, description="HOST:PORT of the router; port 0 takes a free one."
     )
-    memory_mb: int | None = Field(
-        default=None,
-        ge=1,
-        description="Cache memory of each worker in MiB; default: a share of the free memory.",
-    )
-    max_context: int | None = Field(
-        default=None,
-        ge=16,
-        description="Maximum tokens of prompt and output together; default: the model's limit, or "
-        "as many as fit into memory.",
+    memory_mb: MemoryMb = None
+    max_context: MaxContext = None
+    model_name: str = Field(
+        default="", description="Name of the model in the API; default: the folder's name."
     )
     http: str = Field(default="", description="HOST:PORT for OpenAI's HTTP API; needs baton[http].")
+    metrics_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port of the first router's /metrics and status page; other processes count up "
+        "from it; 0: free ports.",
+    )
     config_file: Annotated[Path | None, typer.Option("--config")] = Field(
         default=None, description="TOML file with the tables router, prefill, decode and worker."
     )
-    log_level: str = Field(
-        default="info", description="Minimum log level: debug, info, warning or error."
-    )
-    # default: of each role's table in the file, and text for the cluster's own lines
-    log_style: Annotated[LogStyle | None, typer.Option(show_default=LogStyle.HUMAN.value)] = Field(
-        default=None,
-        description="Log format: text, or JSON with every line of every process.",
-    )
+    log_level: LogLevel = "info"
+    log_style: ClusterLogStyle = None
 
 
 class ClusterConfig(ClusterSettings):
@@ -119,7 +141,8 @@ class ClusterConfig(ClusterSettings):
 
     `worker_flags` go to every prefill and decode process, `router_flags` to the routers. The first
     router ("router") listens at `listen`, the others ("router-1", ...) on ports of their own. If
-    `http` is given, a gateway there serves OpenAI's API in front of all routers.
+    `http` is given, a gateway there serves OpenAI's API in front of all routers, to clients with one
+    of `http_keys` if there are any.
 
     Without `one_core_each`, processes may use all cores. Workers on a GPU need that, because they
     compile kernels at startup and move bytes during computation. Otherwise the processes of a role
@@ -144,6 +167,7 @@ class ClusterConfig(ClusterSettings):
     forks_workers: bool = True
     fork_server: SkipValidation[ForkServer | None] = None
     places: SkipValidation[ProcessPlaces] = HERE
+    http_keys: tuple[str, ...] = ()
     security: SkipValidation[ChannelSecurity] = PLAIN_CHANNEL
 
     @property
@@ -205,7 +229,8 @@ class ClusterConfig(ClusterSettings):
         """Return the flags that workers and routers share."""
         file = () if self.config_file is None else ("--config", str(self.config_file))
         style = () if self.log_style is None else ("--log-style", self.log_style.value)
-        return ("--model", str(self.model), "--log-level", self.log_level, *style, *file)
+        name = ("--model-name", self.model_name) if self.model_name else ()
+        return ("--model", str(self.model), *name, "--log-level", self.log_level, *style, *file)
 
     def check(self) -> None:
         """Check the settings before any process starts.

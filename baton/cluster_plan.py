@@ -16,6 +16,7 @@ from baton.preflight import (
     check_apart,
     check_port,
     check_tls,
+    consecutive_ports,
     listen_address,
     memory_flags,
     metrics_ports,
@@ -76,8 +77,13 @@ class ClusterPlan:
         self._tables = tables
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
         self._binding_flags = {shape.role: binding_flags(shape, tables) for shape in config.shapes}
-        self._metrics_ports = metrics_ports(
-            tables, {"router": self.router_names, **{role: self._names(role) for role in PROGRAMS}}
+        names = {"router": self.router_names, **{role: self._names(role) for role in PROGRAMS}}
+        if config.http:
+            names[GATEWAY] = [GATEWAY]
+        self._metrics_ports = (
+            consecutive_ports(config.metrics_port, names)
+            if config.metrics_port
+            else metrics_ports(tables, names)
         )
         roles = {name: role for role in PROGRAMS for name in self._names(role)}
         self._cores = core_places(
@@ -123,6 +129,8 @@ class ClusterPlan:
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(config.config_file)] if config.config_file else []
         flags += ["--log-style", config.log_style.value] if config.log_style is not None else []
+        if config.http_keys:
+            flags += ["--token-file", str(_written(folder / "api-keys", config.http_keys))]
         return ProcessSpec(
             GATEWAY,
             GATEWAY_MODULE,
@@ -131,6 +139,7 @@ class ClusterPlan:
             None,
             _announcement(folder, GATEWAY),
             leads=True,
+            metrics_port=self._metrics_ports[GATEWAY],
         )
 
     def _names(self, role: str) -> list[str]:
@@ -158,6 +167,13 @@ class ClusterPlan:
             leads,
             self._metrics_ports[name],
         )
+
+
+def _written(path: Path, keys: Sequence[str]) -> Path:
+    """Write keys that only this user may read; return the path."""
+    path.touch(mode=0o600)
+    path.write_text("\n".join(keys))
+    return path
 
 
 def _announcement(folder: Path, name: str) -> Path:

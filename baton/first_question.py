@@ -37,9 +37,10 @@ class FirstQuestion:
         )
         return prompt if self.max_tokens is None else f"{prompt} --max-tokens {self.max_tokens}"
 
-    def curl(self, address: str, model: str) -> str:
+    def curl(self, address: str, model: str, *, has_keys: bool = False) -> str:
         """Return the question as a `curl` command for the gateway at HOST:PORT.
 
+        With keys the command takes one from the variable BATON_API_KEY.
         If the environment names a proxy for that address, curl bypasses it.
         """
         asked: Mapping[str, object] = {"prompt": self.prompt}
@@ -50,7 +51,8 @@ class FirstQuestion:
         header = shlex.quote("content-type: application/json")
         data = shlex.quote(json.dumps({"model": model, "temperature": 0, **limit, **asked}))
         proxy = "--noproxy '*' " if _goes_by_proxy(address) else ""
-        return f"curl {proxy}http://{address}/v1/{path} -H {header} -d {data}"
+        key = ' -H "authorization: Bearer $BATON_API_KEY"' if has_keys else ""
+        return f"curl {proxy}http://{address}/v1/{path} -H {header}{key} -d {data}"
 
 
 def _goes_by_proxy(address: str) -> bool:

@@ -237,6 +237,24 @@ def metrics_ports(
     return ports
 
 
+def consecutive_ports(first: int, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return the metrics port by process, counted up from `first` in the order of `names`.
+
+    Raises:
+        ConfigError: a port is taken, or there is no such port.
+    """
+    processes = [name for group in names.values() for name in group]
+    ports = {name: first + index for index, name in enumerate(processes)}
+    for name, port in ports.items():
+        if port > 65535:
+            raise ConfigError(
+                f"--metrics-port {first}: {name} would take {port}, and there is no such port",
+                field="metrics_port",
+            )
+        check_port(Address("127.0.0.1", port), flag="--metrics-port")
+    return ports
+
+
 def memory_flags(
     shapes: Sequence[PoolShape],
     tables: Mapping[str, Mapping[str, object]],

@@ -64,7 +64,7 @@ LEAST_COLUMNS = 64  # of the tables
 _BAR_CELLS = 9
 _LONGEST_COUNT = 99_999
 _LEGEND = (
-    "runs, queued: requests · pages: KV cache, slots: recurrent states (free/all)\n"
+    "runs, queued: requests; pages: KV cache, slots: recurrent states (free/all)\n"
     "open: sessions of handoffs"
 )
 

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import Field
@@ -41,29 +41,35 @@ _OF_WORKERS = (
 )
 
 
+# Settings of the workers that `baton serve` has, too.
+WorkerNumerics = Annotated[
+    str | None, Field(description="Numerics: exact (same bits from every topology) or fast.")
+]
+WorkerWeights = Annotated[
+    str | None,
+    Field(description="Weight type: model (the checkpoint's own) or int8 (eight bits a weight)."),
+]
+WorkerDevice = Annotated[
+    str | None, Field(description="Device of the workers: cpu, cuda or cuda:N.")
+]
+WorkerDraft = Annotated[
+    Path | None, Field(description="Draft model; enables speculative decoding in decode pools.")
+]
+
+
 class UpConfig(ClusterSettings):
     """Settings of `baton up`: its flags."""
 
-    numerics: str | None = Field(
-        default=None,
-        description="Numerics: exact (same bits from every topology) or fast.",
-    )
-    weights: str | None = Field(
-        default=None,
-        description="Weight type: model (the checkpoint's own) or int8 (eight bits a weight).",
-    )
-    device: str | None = Field(
-        default=None, description="Device of the workers: cpu, cuda or cuda:N."
-    )
+    numerics: WorkerNumerics = None
+    weights: WorkerWeights = None
+    device: WorkerDevice = None
     transport: str | None = Field(
         default=None, description="Transport of the KV cache: auto, shm, tcp or cuda."
     )
     transport_interface: Annotated[str | None, typer.Option(show_default="loopback")] = Field(
         default=None, description="Network devices that UCX listens on."
     )
-    draft: Path | None = Field(
-        default=None, description="Draft model; enables speculative decoding in decode pools."
-    )
+    draft: WorkerDraft = None
     otel_endpoint: str | None = Field(
         default=None, description="URL of an OTLP collector that receives traces."
     )
@@ -77,8 +83,10 @@ class UpConfig(ClusterSettings):
     tls_name: TlsName = ""
     token_file: TokenFile = None
 
-    def cluster(self, fork_server: ForkServer | None) -> ClusterConfig:
-        """Return the configuration of the cluster.
+    def cluster(
+        self, fork_server: ForkServer | None, *, http_keys: tuple[str, ...] = ()
+    ) -> ClusterConfig:
+        """Return the configuration of the cluster; `http_keys` are those of HTTP clients.
 
         Raises:
             ConfigError: a flag about TLS or tokens is missing, or its file cannot be used.
@@ -91,6 +99,7 @@ class UpConfig(ClusterSettings):
             one_core_each=runs_on_cpu,
             forks_workers=self.preload and runs_on_cpu,
             fork_server=fork_server,
+            http_keys=http_keys,
             security=connection(
                 self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file
             ),
@@ -116,13 +125,19 @@ def up(context: typer.Context, flags: Flags) -> None:
     configure(level="warning", style=LogStyle.JSON if is_json else LogStyle.HUMAN, role="baton")
     with one_line_errors():
         config = load(UpConfig, section="up", flags=flags).cluster(context.obj)
+    run_cluster(config, name="baton up")
+
+
+def run_cluster(config: ClusterConfig, *, name: str) -> NoReturn:
+    """Run the cluster of a command until it is told to stop, and exit."""
+    is_json = config.log_style is LogStyle.JSON
     sink = json_printer(sys.stdout) if is_json else log_printer(Console(highlight=False))
 
     async def run(stop: StopSignal) -> None:
         with reporting_full_disk():
             await interruptible(stop, _serve(config, sink))
 
-    raise typer.Exit(run_process("baton up", run))
+    raise typer.Exit(run_process(name, run))
 
 
 async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
@@ -150,6 +165,8 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
                 say(f"{name}: {where.address}, metrics on port {where.metrics_port}")
         say(cluster.transport_text)
         say(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}")
+        if page := cluster.status_page:
+            say(f"status:   {page}")
         target = (
             ""
             if cluster.addresses == (DEFAULT_TARGET,)
@@ -165,7 +182,10 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
         question = FirstQuestion.of(None if settings.model == demo_model() else served)
         say(f"ready: try  baton generate {question.words()} --temperature 0{target}")
         if settings.http and served is not None:
-            say(f"over HTTP:  {question.curl(cluster.http_address, served.model)}")
+            has_keys = bool(settings.http_keys)
+            say(
+                f"over HTTP:  {question.curl(cluster.http_address, served.model, has_keys=has_keys)}"
+            )
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:

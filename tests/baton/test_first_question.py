@@ -51,6 +51,11 @@ def test_both_apis_are_asked_the_same_question(
     assert json.loads(data) == {"model": "mine", "temperature": 0, **asked}
 
 
+def test_a_gateway_with_keys_is_shown_one() -> None:
+    words = shlex.split(FirstQuestion.of(None).curl("127.0.0.1:8000", "m", has_keys=True))
+    assert words[4:6] == ["-H", "authorization: Bearer $BATON_API_KEY"]
+
+
 def test_a_model_without_a_tokenizer_is_asked_in_token_ids() -> None:
     assert (
         FirstQuestion.of(replace(COMPLETES, has_tokenizer=False)).words()

@@ -13,6 +13,7 @@ from baton.preflight import (
     check_partition,
     check_port,
     check_tls,
+    consecutive_ports,
     listen_address,
     memory_flags,
     metrics_ports,
@@ -137,6 +138,24 @@ def test_the_files_metrics_ports_count_up() -> None:
             ConfigError, match=r"router\.metrics_port: must be a port from 0 to 65535"
         ):
             metrics_ports({"router": {"metrics_port": wrong}}, names)
+
+
+def test_one_flag_gives_every_process_its_metrics_port() -> None:
+    names = {"router": ["router"], "prefill": [], "decode": ["decode-0.0", "decode-0.1"]}
+    with (
+        taken_port("127.0.0.1") as taken,
+        pytest.raises(ConfigError, match=rf"--metrics-port 127\.0\.0\.1:{taken}: "),
+    ):
+        consecutive_ports(taken - 1, names)
+    assert consecutive_ports(taken, names) == {
+        "router": taken,
+        "decode-0.0": taken + 1,
+        "decode-0.1": taken + 2,
+    }
+    with pytest.raises(
+        ConfigError, match=r"decode-0\.1 would take 65536, and there is no such port"
+    ):
+        consecutive_ports(65534, names)
 
 
 def test_the_file_sets_the_routers_address_unless_a_flag_does() -> None:
