@@ -513,6 +513,8 @@ def test_numbers_are_read_in_every_notation(
     ("alert", "bound", "words"),
     [
         ("BatonRequestsFail", "> 0.05", "More than one request in twenty"),
+        ("BatonErrorBudgetFast", "ratio_1h > 0.144", "More than 14.4 % of requests"),
+        ("BatonErrorBudgetSlow", "ratio_6h > 0.06", "More than 6 % of requests"),
         (
             "BatonFirstTokenSlow",
             "p99_5m > 5",
