@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from baton.scrape import scrape_config
+from baton.scrape import RULES, scrape_config
 from runtime.process.announce import Announcement
 
 
@@ -31,6 +31,8 @@ def test_every_process_is_scraped_under_its_role(tmp_path: Path) -> None:
             (["[::1]:9002"], {"process": "decode-0.1"}),
         ],
     }
+    assert yaml.safe_load(text)["rule_files"] == [str(RULES)]
+    assert "rule_files" not in yaml.safe_load(scrape_config({}, tmp_path / "none.yaml"))
     (tmp_path / "prometheus.yml").write_text(text)
     promtool = shutil.which("promtool")
     assert promtool is not None, "install Prometheus (Debian: prometheus)"
