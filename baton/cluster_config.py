@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Field, SkipValidation
 from baton.client import DEFAULT_TARGET
 from baton.fork_server import HERE, ForkServer, ProcessPlaces
 from baton.gateway import check_can_serve
-from baton.preflight import PROGRAMS, PoolShape, check_partition, leaves_room
+from baton.memory_plan import leaves_room
+from baton.preflight import PROGRAMS, PoolShape, check_partition
 from runtime.config import Config, parse_address
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
@@ -168,6 +169,9 @@ class ClusterConfig(ClusterSettings):
     fork_server: SkipValidation[ForkServer | None] = None
     places: SkipValidation[ProcessPlaces] = HERE
     http_keys: tuple[str, ...] = ()
+    client_flags: tuple[
+        str, ...
+    ] = ()  # that a client of the router needs, as `baton up` shows them
     security: SkipValidation[ChannelSecurity] = PLAIN_CHANNEL
 
     @property

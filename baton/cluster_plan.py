@@ -9,6 +9,7 @@ from pathlib import Path
 from baton.client import DEFAULT_TARGET
 from baton.cluster_config import ClusterConfig
 from baton.core_places import core_places
+from baton.memory_plan import memory_flags
 from baton.preflight import (
     PROGRAMS,
     PoolShape,
@@ -18,7 +19,6 @@ from baton.preflight import (
     check_tls,
     consecutive_ports,
     listen_address,
-    memory_flags,
     metrics_ports,
     roles_of,
     transport_text,

@@ -1,5 +1,4 @@
-"""Checks and divisions before `baton up` starts a process: settings file, ports, partitions,
-memory.
+"""Checks before `baton up` starts a process: settings file, ports, partitions.
 
 The processes check their own settings in full (`settings_check.py`). The checks here concern all
 processes together.
@@ -15,18 +14,10 @@ from pathlib import Path
 from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError
 from runtime.model_files.config import read_config, text_fields
-from runtime.model_files.weights import loaded_bytes
-from runtime.process.host_memory import MIB, HostMemory, host_memory
 from runtime.security.access import ChannelSecurity
 
 PROGRAMS = ("prefill", "decode", "worker")  # of the pools; a worker has both roles
 BALANCED = "balanced"  # workers divide the layers themselves (`pool.stage.config`)
-HOST_SHARE, DEVICE_SHARE = (
-    0.8,
-    0.85,
-)  # of the host's free memory, or of a device's, for all workers together
-PROCESS_BYTES = 384 * MIB  # of a worker, besides weights and cache
-LEAST_CACHE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -135,14 +126,14 @@ def check_partition(shape: PoolShape, model: Path) -> None:
         )
     if len(counts) != shape.num_stages:
         raise ConfigError(
-            f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp is "
+            f"{flag} is for {counted(len(counts), 'stage')}, and --{shape.role}-pp is "
             f"{shape.num_stages}",
             field="partition",
         )
     num_layers = text_fields(read_config(model)).get("num_hidden_layers")
     if isinstance(num_layers, int) and sum(map(int, counts)) != num_layers:
         raise ConfigError(
-            f"{flag} sums to {sum(map(int, counts))}, the model has {_counted(num_layers, 'layer')}",
+            f"{flag} sums to {sum(map(int, counts))}, the model has {counted(num_layers, 'layer')}",
             field="partition",
         )
 
@@ -255,80 +246,7 @@ def consecutive_ports(first: int, names: Mapping[str, Sequence[str]]) -> dict[st
     return ports
 
 
-def memory_flags(
-    shapes: Sequence[PoolShape],
-    tables: Mapping[str, Mapping[str, object]],
-    model: Path,
-    memory: HostMemory | None = None,
-) -> dict[str, tuple[str, ...]]:
-    """Return by role the flags that divide the free memory between the workers.
-
-    The memory is that of this machine, or of the device that all workers use. A role whose flags or
-    table limit its memory gets none.
-
-    Raises:
-        ConfigError: the weights of all pools do not fit into the host's memory, or leave no memory
-            for the caches of workers without a limit.
-    """
-    devices = {shape.role: _setting(shape, tables, "device") or "cpu" for shape in shapes}
-    on_host = [shape for shape in shapes if devices[shape.role] == "cpu"]
-    flags: dict[str, tuple[str, ...]] = {}
-    if on_host:
-        own = all(_has_own(shape, tables) for shape in on_host)
-        each = _host_bytes(on_host, model, memory or host_memory(), may_be_none=own)
-        flags |= {shape.role: ("--memory-mb", str(each // MIB)) for shape in on_host}
-    num_on_device = sum(shape.num_processes for shape in shapes if shape not in on_host)
-    flags |= {
-        shape.role: ("--memory-share", f"{DEVICE_SHARE / num_on_device:.3f}")
-        for shape in shapes
-        if shape not in on_host
-    }
-    return {shape.role: () if _has_own(shape, tables) else flags[shape.role] for shape in shapes}
-
-
-def leaves_room(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) -> bool:
-    """Return whether weights and processes of these pools leave memory for caches on the host."""
-    return _cache_bytes(shapes, loaded_bytes(model), memory) > 0
-
-
-def _cache_bytes(shapes: Sequence[PoolShape], weights: int, memory: HostMemory) -> int:
-    """Return the bytes that pools with these weights leave for caches; negative if none are left."""
-    return (
-        int(HOST_SHARE * memory.available_bytes)
-        - sum(shape.count for shape in shapes) * weights
-        - sum(shape.num_processes for shape in shapes) * PROCESS_BYTES
-    )
-
-
-def _host_bytes(
-    shapes: Sequence[PoolShape], model: Path, memory: HostMemory, *, may_be_none: bool
-) -> int:
-    """Return the bytes of cache of each process, or raise ConfigError."""
-    weights = loaded_bytes(model)
-    num_pools = sum(shape.count for shape in shapes)
-    num_processes = sum(shape.num_processes for shape in shapes)
-    if num_pools * weights > memory.available_bytes:
-        raise ConfigError(
-            f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * "
-            f"{weights / MIB:.0f} MiB = {num_pools * weights / MIB:.0f} MiB for weights alone, "
-            f"and {memory.available_bytes / MIB:.0f} of {memory.total_bytes / MIB:.0f} MiB are "
-            "free on this machine: use fewer pools (--prefill, --decode), one pool of both roles "
-            "(--aggregated), a smaller model, or a larger machine",
-            field="model",
-        )
-    left = _cache_bytes(shapes, weights, memory)
-    if left <= 0 and not may_be_none:
-        raise ConfigError(
-            f"no memory is left for caches: {HOST_SHARE:g} of the {memory.available_bytes / MIB:.0f} "
-            f"MiB that are free on this machine, less {num_pools} * {weights / MIB:.0f} MiB of "
-            f"weights and {num_processes} * {PROCESS_BYTES / MIB:.0f} MiB of processes, is {left / MIB:.0f} "
-            "MiB: use fewer pools or stages, or set --memory-mb",
-            field="memory_mb",
-        )
-    return max(left // num_processes, LEAST_CACHE_BYTES)
-
-
-def _setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name: str) -> str:
+def setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name: str) -> str:
     """Return the value of the flags or the file; empty if neither sets it."""
     flag = f"--{name.replace('_', '-')}"
     if flag in shape.flags:
@@ -336,19 +254,12 @@ def _setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name:
     return str(tables.get(shape.role, {}).get(name) or "")
 
 
-def _has_own(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> bool:
-    return any(
-        _setting(shape, tables, name) not in ("", "0")
-        for name in ("memory_mb", "memory_share", "num_pages")
-    )
-
-
 def binding_flags(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
     """Return the flags that bind UCX to this machine, as gRPC is.
 
     None if flags, file or environment name the network devices.
     """
-    if _setting(shape, tables, "transport_interface") or "UCX_NET_DEVICES" in os.environ:
+    if setting(shape, tables, "transport_interface") or "UCX_NET_DEVICES" in os.environ:
         return ()
     return ("--transport-interface", _loopback_device())
 
@@ -356,7 +267,7 @@ def binding_flags(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) 
 def transport_text(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]]) -> str:
     """Return a line that says where UCX listens."""
     chosen = {
-        shape.role: _setting(shape, tables, "transport_interface")
+        shape.role: setting(shape, tables, "transport_interface")
         or os.environ.get("UCX_NET_DEVICES", "")
         for shape in shapes
     }
@@ -388,5 +299,6 @@ def listen_address(
     return str(parse_address(listen, field="--listen" if flag else "router.listen"))
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return the number with the noun, in the plural unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

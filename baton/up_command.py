@@ -1,6 +1,7 @@
 """`baton up`: a whole cluster on this machine, in the foreground."""
 
 import asyncio
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +101,7 @@ class UpConfig(ClusterSettings):
             forks_workers=self.preload and runs_on_cpu,
             fork_server=fork_server,
             http_keys=http_keys,
+            client_flags=self._flags("tls_ca", "tls_cert", "tls_key", "tls_name", "token_file"),
             security=connection(
                 self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file
             ),
@@ -111,7 +113,7 @@ class UpConfig(ClusterSettings):
         return tuple(
             word
             for name, value in given.items()
-            if value is not None
+            if value not in (None, "")
             for word in (f"--{name.replace('_', '-')}", str(value))
         )
 
@@ -167,11 +169,9 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
         say(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}")
         if page := cluster.status_page:
             say(f"status:   {page}")
-        target = (
-            ""
-            if cluster.addresses == (DEFAULT_TARGET,)
-            else f" --target {','.join(cluster.addresses)}"
-        )
+        further = list(settings.client_flags)
+        if cluster.addresses != (DEFAULT_TARGET,):
+            further += ["--target", ",".join(cluster.addresses)]
         served: ModelInfo | None = None
         # clients may have to show a certificate or token that this command does not have
         with suppress(BatonError):
@@ -180,7 +180,8 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
             ) as client:
                 served = await client.model_info()
         question = FirstQuestion.of(None if settings.model == demo_model() else served)
-        say(f"ready: try  baton generate {question.words()} --temperature 0{target}")
+        words = " ".join([question.words(), "--temperature 0", *map(shlex.quote, further)])
+        say(f"ready: try  baton generate {words}")
         if settings.http and served is not None:
             has_keys = bool(settings.http_keys)
             say(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.memory_plan import memory_flags
 from baton.preflight import (
     PoolShape,
     check_apart,
@@ -15,7 +16,6 @@ from baton.preflight import (
     check_tls,
     consecutive_ports,
     listen_address,
-    memory_flags,
     metrics_ports,
 )
 from runtime.config import Address, parse_address
@@ -190,6 +190,20 @@ def test_an_explicit_memory_size_is_used(
         shapes(flags=own), tables, model(tmp_path / "model"), HostMemory(20000 * MIB, 10000 * MIB)
     )
     assert flags == {"prefill": (), "decode": ()}
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    memory, folder = HostMemory(20000 * MIB, 1000 * MIB), model(tmp_path / "model")
+    with pytest.raises(
+        ConfigError,
+        match=r"--memory-mb: 1 \* 6700 MiB \(prefill\) \+ 2 \* 6700 MiB \(decode\) is 20100 MiB, "
+        "and this machine has 20000 MiB",
+    ):
+        memory_flags(shapes(decode_pp=2, flags=("--memory-mb", "6700")), {}, folder, memory)
+    with pytest.raises(ConfigError, match="20001 MiB"):
+        memory_flags(shapes(), {"decode": {"memory_mb": 20001}}, folder, memory)
+    # Roles report a value that is no number.
+    assert memory_flags(shapes(flags=("--memory-mb", "many")), {}, folder, memory)
 
 
 def test_workers_of_one_device_divide_it(tmp_path: Path) -> None:

@@ -77,5 +77,7 @@ def test_the_credentials_are_shown_to_the_processes(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef0123")
     cluster = UpConfig(token_file=tmp_path / "token").cluster(None)
     assert cluster.security.token is not None
+    assert cluster.client_flags == ("--token-file", str(tmp_path / "token"))
+    assert not UpConfig().cluster(None).client_flags
     with pytest.raises(ConfigError, match="tls_ca is missing"):
         UpConfig(tls_cert=tmp_path / "token").cluster(None)
