@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,7 @@ from baton.conversation import converse
 from baton.demo import run_demo
 from baton.generate_command import print_text
 from baton.generate_options import GenerateOptions
+from baton.gguf_models import convert_file
 from baton.load_command import LoadSpec, connect, measure, report
 from baton.load_options import LoadOptions
 from baton.load_plot import check_can_plot
@@ -31,7 +33,7 @@ from baton.status_command import watch_json, watch_status
 from baton.up_command import up
 from baton.values import Sampling, Stop
 from runtime.config_flags import Flags, command_of
-from runtime.errors import RequestAborted
+from runtime.errors import ConfigError, RequestAborted
 from runtime.process.child_process import program
 from runtime.process.standard_streams import reporting_full_disk
 from runtime.process.supervision import StopSignal, interruptible, run_process
@@ -106,6 +108,20 @@ _add_program("planner", "planner", "Switch the roles of workers to fit the load.
 _add_program("check", "pool.check", "Check that a model can be served; show its memory.")
 _add_program("simulate", "sim", "Simulate a fleet in virtual time before you build it.")
 _add_program("plan", "sim.plan", "Find the cheapest fleet for a load by simulation.")
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="GGUF file.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to create.")],
+) -> None:
+    """Convert a GGUF file to a checkpoint folder. Workers and routers that are started by hand take
+    the folder."""
+    with one_line_errors():
+        if folder.exists():
+            raise ConfigError(f"{folder} exists already", field="folder")
+        convert_file(file, folder)
+    print(f"{folder} has the checkpoint")
 
 
 @app.command()

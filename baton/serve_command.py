@@ -55,8 +55,8 @@ class ServeConfig(Config):
 
     model: Annotated[str, typer.Argument(metavar="[MODEL]", show_default=False)] = Field(
         default="",
-        description="Model directory, or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B; "
-        "default: the demo model.",
+        description="Model directory, GGUF file, or name on the Hugging Face Hub such as "
+        "Qwen/Qwen3-0.6B; default: the demo model.",
     )
     host: str = Field(default="127.0.0.1", description="Address of OpenAI's HTTP API.")
     port: int = Field(

@@ -18,6 +18,7 @@ from baton.command_line import one_line_errors
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.first_question import FirstQuestion
 from baton.fork_server import ForkServer
+from baton.gguf_models import local_checkpoint
 from baton.process import LogSink
 from baton.render import StartPrinter, json_printer, log_printer
 from baton.settings_check import check_settings
@@ -90,11 +91,13 @@ class UpConfig(ClusterSettings):
         """Return the configuration of the cluster; `http_keys` are those of HTTP clients.
 
         Raises:
-            ConfigError: a flag about TLS or tokens is missing, or its file cannot be used.
+            ConfigError: a flag about TLS or tokens is missing, or its file cannot be used, or a GGUF
+                file cannot be converted.
         """
         runs_on_cpu = self.device in (None, "cpu")
+        settings = {name: getattr(self, name) for name in ClusterSettings.model_fields}
         return ClusterConfig(
-            **{name: getattr(self, name) for name in ClusterSettings.model_fields},
+            **{**settings, "model": local_checkpoint(self.model)},
             worker_flags=self._flags(*_OF_WORKERS),
             router_flags=self._flags("otel_endpoint"),
             one_core_each=runs_on_cpu,

@@ -22,6 +22,7 @@ from pool.stage.plan import StagePlan, plan_stage
 from pool.stage.pool_size import memory_of, resume_notice
 from runtime.config import load
 from runtime.errors import BatonError
+from runtime.gguf.convert import checkpoint_of
 from runtime.model_files.config import read_config
 from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.model_folder import check_model_folder
@@ -67,7 +68,6 @@ def check(
     The figures are those of a decode pool.
     """
     flags = {
-        "model": model,
         "world_size": pp * tp,
         "tp": tp,
         "dp_attention": dp_attention,
@@ -80,8 +80,9 @@ def check(
         "max_running": max_running,
     }
     try:
-        check_model_folder(model, flag="baton check")
-        config = load(WorkerConfig, section="decode", flags=flags)
+        folder = checkpoint_of(model)
+        check_model_folder(folder, flag="baton check")
+        config = load(WorkerConfig, section="decode", flags=flags | {"model": folder})
         for line in report(config):
             print(line)
     except BatonError as error:

@@ -35,6 +35,16 @@ def check_model_folder(
         raise ConfigError(problem, field=field)
 
 
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a path means: itself, or the only one of a folder without weights of
+    another format; None if it means none.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    found = sorted(path.glob("*.gguf"))
+    return found[0] if len(found) == 1 and not any(path.glob("*.safetensors")) else None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
@@ -97,8 +107,8 @@ def _file(file: Path, flag: str) -> str:
 
 def _gguf(path: Path) -> str:
     return (
-        f"{path} is GGUF, llama.cpp's format, which Baton does not read: take the checkpoint it was made from, "
-        f"with config.json and *.safetensors"
+        f"{path} is GGUF, llama.cpp's format: `baton up`, `baton serve` and `baton check` convert it; for other "
+        f"commands run `baton convert {path} FOLDER` and give FOLDER"
     )
 
 
@@ -118,8 +128,12 @@ def _adapter(folder: Path) -> str:
 def _other_layout(folder: Path, flag: str, *, has_weights: bool) -> str:
     if snapshots := sorted((folder / "snapshots").glob("*/config.json")):
         return f"{folder} is a folder of the Hub's cache: give {flag} {snapshots[-1].parent}"
-    if not has_weights and (gguf := next(folder.glob("*.gguf"), None)) is not None:
-        return _gguf(gguf)
+    if not has_weights and (gguf := sorted(folder.glob("*.gguf"))):
+        if len(gguf) > 1:
+            return (
+                f"{folder} has {len(gguf)} GGUF files: give {flag} one of them, such as {gguf[0]}"
+            )
+        return _gguf(gguf[0])
     if not has_weights and any(
         (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))
     ):

@@ -85,6 +85,11 @@ def test_other_formats(tmp_path: Path) -> None:
     (gguf / "model-q4.gguf").write_text("GGUF")
     for path in (gguf, gguf / "model-q4.gguf"):
         assert "model-q4.gguf is GGUF, llama.cpp's format" in refusal(path)
+        assert f"run `baton convert {gguf / 'model-q4.gguf'} FOLDER`" in refusal(path)
+    (gguf / "model-q8.gguf").write_text("GGUF")
+    assert f"has 2 GGUF files: give --model one of them, such as {gguf}/model-q4.gguf" in refusal(
+        gguf
+    )
     assert "has its weights as pickles" in refusal(
         folder(tmp_path / "bin", config__json="{}", pytorch_model__bin="x")
     )

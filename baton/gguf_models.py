@@ -1,0 +1,58 @@
+"""GGUF files as models of the commands: converted once, with a progress bar."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from runtime.model_files.model_folder import gguf_file
+
+
+def local_checkpoint(path: Path) -> Path:
+    """Return the checkpoint of a GGUF file, which is converted first if it was not; any other path as
+    it is.
+
+    Raises:
+        ConfigError: the file cannot be converted.
+    """
+    file = gguf_file(path)
+    if file is None:
+        return path
+    # Imported here, because only these files need it.
+    from runtime.gguf.convert import checkpoint_of, converted_path
+
+    if (folder := converted_path(file)).is_dir():
+        return folder
+    with conversion_bar(file) as bar:
+        task = bar.add_task("", total=None)
+        return checkpoint_of(
+            path, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+
+
+def convert_file(file: Path, folder: Path) -> None:
+    """Write the checkpoint of a GGUF file into a folder, which must not exist.
+
+    Raises:
+        ConfigError: the file cannot be converted, or the folder exists.
+        OSError: the folder cannot be written.
+    """
+    from runtime.gguf.convert import convert
+
+    with conversion_bar(file) as bar:
+        task = bar.add_task("", total=None)
+        convert(file, folder, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def conversion_bar(file: Path) -> Progress:
+    """Return a bar on standard error."""
+    console = Console(stderr=True, highlight=False)
+    console.print(f"converting {file.name}, once", soft_wrap=True)
+    return Progress(
+        TextColumn("weights"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
