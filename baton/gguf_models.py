@@ -5,16 +5,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from baton.packaged_models import packaged_file
 from runtime.model_files.model_folder import gguf_file
 
 
 def local_checkpoint(path: Path) -> Path:
-    """Return the checkpoint of a GGUF file, which is converted first if it was not; any other path as
-    it is.
+    """Return the checkpoint of a GGUF file or of a packaged model, which is converted first if it was
+    not; any other path as it is.
 
     Raises:
-        ConfigError: the file cannot be converted.
+        ConfigError: the file cannot be converted, or the package of the model is not installed.
     """
+    path = packaged_file(path)
     file = gguf_file(path)
     if file is None:
         return path

