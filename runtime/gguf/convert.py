@@ -13,14 +13,16 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from runtime.clock import Deadline, SystemClock
 from runtime.errors import ConfigError
 from runtime.gguf.config import config_of
 from runtime.gguf.metadata import GgufMetadata, refused
@@ -32,6 +34,8 @@ VERSION = 1  # of the conversion; another one converts a cached file again
 _MAGIC = b"GGUF"
 _DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
 _ALIGNMENT = 8
+CONVERSION_S = 3600.0  # limit of another process's conversion, of a very large file on a slow disk
+_LOOK_S = 0.2
 
 
 OnProgress = Callable[[int, int], None]
@@ -67,7 +71,7 @@ def checkpoint_of(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with (folder.parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may convert it now
+                _wait_for(lock)  # another process may convert it now
                 if not folder.is_dir():
                     convert(file, folder, progress)
         except OSError as error:
@@ -77,6 +81,22 @@ def checkpoint_of(
                 field="model",
             ) from error
     return folder
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Lock the file. Raises OSError if another process has it for longer than `CONVERSION_S`."""
+    deadline = Deadline.after(SystemClock(), CONVERSION_S)
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if deadline.is_over:
+                raise TimeoutError(
+                    f"another process has been converting it for {CONVERSION_S:g} s"
+                ) from None
+            time.sleep(_LOOK_S)
+        else:
+            return
 
 
 def convert(file: Path, folder: Path, progress: OnProgress = _silent) -> None:

@@ -1,5 +1,6 @@
 """GGUF files become the checkpoints that they were made from."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -19,8 +20,9 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.errors import ConfigError
+from runtime.gguf import convert as convert_module
 from runtime.gguf.config import config_of
-from runtime.gguf.convert import checkpoint_of, convert, to_bfloat16
+from runtime.gguf.convert import checkpoint_of, convert, converted_path, to_bfloat16
 from runtime.gguf.metadata import GgufMetadata
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.gguf_files import add_tokenizer, write_gguf
@@ -213,6 +215,21 @@ def test_a_file_is_converted_once_into_the_cache(tmp_path: Path) -> None:
     assert checkpoint_of(folder, environment) == folder
     file.write_bytes(file.read_bytes() + b"more")
     assert checkpoint_of(file, environment) != folder, "another file is converted again"
+
+
+def test_a_conversion_that_hangs_elsewhere_is_not_waited_for_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(make_checkpoint(tmp_path, "qwen3"), tmp_path / "model.gguf")
+    environment = {"BATON_CACHE_DIR": str(tmp_path / "cache")}
+    place = converted_path(file, environment).parent
+    place.mkdir(parents=True)
+    monkeypatch.setattr(convert_module, "CONVERSION_S", 0.3)
+    with (place / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"another process has been converting it for 0\.3 s"):
+            checkpoint_of(file, environment)
+    assert checkpoint_of(file, environment).is_dir()
 
 
 def _damaged(file: Path, change: Callable[[bytes], bytes]) -> Path:
