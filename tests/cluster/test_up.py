@@ -84,24 +84,29 @@ async def test_serve_prints_what_works(key: str) -> None:
     assert child.stdout is not None
     assert child.stderr is not None
     page = ""
-    async with asyncio.timeout(240):
-        while "over HTTP:" not in (line := (await child.stdout.readline()).decode()):
-            assert line, f"it ended: {await child.stderr.read()!r}"
-            page = line.partition("status:   ")[2].strip() or page
-        words = shlex.split(line.partition("over HTTP:")[2])
-        url = next(word for word in words if word.startswith("http://"))
-        headers = [words[at + 1] for at, word in enumerate(words) if word == "-H"]
-        assert headers[1:] == (["authorization: Bearer $BATON_API_KEY"] if key else [])
-        assert json.loads(words[-1])["model"] == "counter"
-        async with httpx2.AsyncClient(timeout=120, trust_env=False) as http:
-            kind = {"content-type": "application/json"}
-            bare = await http.post(url, headers=kind, content=words[-1])
-            shown = {**kind, **({"authorization": f"Bearer {key}"} if key else {})}
-            right = await http.post(url, headers=shown, content=words[-1])
-            health = await http.get(f"{page}health")
-        assert bare.status_code == (401 if key else 200)
-        assert right.json()["choices"][0]["message"]["content"].startswith(" 3 5 7 9")
-        assert health.text == "OK\n"
-        child.send_signal(signal.SIGINT)
-        await child.communicate()
+    try:
+        async with asyncio.timeout(240):
+            while "over HTTP:" not in (line := (await child.stdout.readline()).decode()):
+                assert line, f"it ended: {await child.stderr.read()!r}"
+                page = line.partition("status:   ")[2].strip() or page
+            words = shlex.split(line.partition("over HTTP:")[2])
+            url = next(word for word in words if word.startswith("http://"))
+            headers = [words[at + 1] for at, word in enumerate(words) if word == "-H"]
+            assert headers[1:] == (["authorization: Bearer $BATON_API_KEY"] if key else [])
+            assert json.loads(words[-1])["model"] == "counter"
+            async with httpx2.AsyncClient(timeout=120, trust_env=False) as http:
+                kind = {"content-type": "application/json"}
+                bare = await http.post(url, headers=kind, content=words[-1])
+                shown = {**kind, **({"authorization": f"Bearer {key}"} if key else {})}
+                right = await http.post(url, headers=shown, content=words[-1])
+                health = await http.get(f"{page}health")
+            assert bare.status_code == (401 if key else 200)
+            assert right.json()["choices"][0]["message"]["content"].startswith(" 3 5 7 9")
+            assert health.text == "OK\n"
+            child.send_signal(signal.SIGINT)
+            await child.communicate()
+    finally:
+        if child.returncode is None:  # the test failed: leave no cluster behind
+            child.terminate()
+            await child.wait()
     assert child.returncode == 0
