@@ -1,5 +1,7 @@
 """GGUF files as models of the commands: converted once, with a progress bar."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -25,11 +27,8 @@ def local_checkpoint(path: Path) -> Path:
 
     if (folder := converted_path(file)).is_dir():
         return folder
-    with conversion_bar(file) as bar:
-        task = bar.add_task("", total=None)
-        return checkpoint_of(
-            path, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with _progress_bar(file) as progress:
+        return checkpoint_of(path, progress=progress)
 
 
 def convert_file(file: Path, folder: Path) -> None:
@@ -41,20 +40,16 @@ def convert_file(file: Path, folder: Path) -> None:
     """
     from runtime.gguf.convert import convert
 
-    with conversion_bar(file) as bar:
-        task = bar.add_task("", total=None)
-        convert(file, folder, lambda done, total: bar.update(task, completed=done, total=total))
+    with _progress_bar(file) as progress:
+        convert(file, folder, progress)
 
 
-def conversion_bar(file: Path) -> Progress:
-    """Return a bar on standard error."""
+@contextmanager
+def _progress_bar(file: Path) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error; yield what moves it, called with bytes done and in all."""
     console = Console(stderr=True, highlight=False)
     console.print(f"converting {file.name}, once", soft_wrap=True)
-    return Progress(
-        TextColumn("weights"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+    columns = (TextColumn("weights"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -31,7 +31,7 @@ from runtime.config import Address, Config, load
 from runtime.config_flags import Flags, command_of
 from runtime.errors import ConfigError
 from runtime.observe.log import LogStyle, configure
-from runtime.security.tokens import MIN_TOKEN_CHARACTERS
+from runtime.security.tokens import MIN_TOKEN_CHARACTERS, is_token
 
 HTTP_PORT = 8000
 METRICS_PORT = 8001
@@ -95,12 +95,7 @@ class ServeConfig(Config):
     def check(self) -> None:
         """Raise ConfigError for a key that is too short, or if the gateway is not installed."""
         for key in self.api_key:
-            if (
-                len(key) < MIN_TOKEN_CHARACTERS
-                or not key.isascii()
-                or not key.isprintable()
-                or " " in key
-            ):
+            if not is_token(key):
                 raise ConfigError(
                     f"--api-key must be at least {MIN_TOKEN_CHARACTERS} printable ASCII characters "
                     "without spaces",

@@ -98,13 +98,19 @@ def _tokens_in(path: Path, contents: Contents) -> list[tuple[str, str]]:
     if not tokens:
         raise ConfigError(f"{_SETTING}: {path} has no token", field=_SETTING)
     for number, (_, token) in enumerate(tokens, 1):
-        if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+        if not is_token(token):
             raise ConfigError(
                 f"{_SETTING}: token {number} of {path} must be at least {MIN_TOKEN_CHARACTERS} "
                 "characters without spaces",
                 field=_SETTING,
             )
     return tokens
+
+
+def is_token(text: str) -> bool:
+    """Return whether a text can be a token: long enough, printable ASCII without spaces."""
+    is_long = len(text) >= MIN_TOKEN_CHARACTERS
+    return is_long and text.isascii() and text.isprintable() and " " not in text
 
 
 def _named(line: str) -> tuple[str, str]:
