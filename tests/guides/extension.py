@@ -8,6 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
+# Compiled kernels are copied, too: they are kept beside their source. Files that another process is
+# about to rename are not.
+UNFINISHED = shutil.ignore_patterns("*.tmp.*", "*.pyc.*")
 
 
 class Extension:
@@ -18,9 +21,7 @@ class Extension:
         self.touched: list[str] = []
         for path in ROOT.iterdir():
             if path.name in copied:
-                shutil.copytree(
-                    path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__")
-                )
+                shutil.copytree(path, folder / path.name, ignore=UNFINISHED)
             elif not path.name.startswith("."):
                 (folder / path.name).symlink_to(path)
 

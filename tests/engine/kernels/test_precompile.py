@@ -193,13 +193,13 @@ def test_attempts_neither_wait_nor_compile_beyond_their_mode(
     assert not list(tmp_path.rglob("*.nbi")), "nothing was compiled"
     assert load(Attempt.UNLOCKED)
     assert list(tmp_path.rglob("*.nbi"))
-    assert load(Attempt.LOAD).cache_hits == 1  # type: ignore[attr-defined]
 
     def is_locked(*arguments: object, **options: object) -> object:
         raise AssertionError("a process that compiles into another cache may hold the lock")
 
     monkeypatch.setattr(compiled, "alone", is_locked)
-    assert load(Attempt.WAIT).cache_hits == 1  # type: ignore[attr-defined]
+    for attempt in Attempt:
+        assert load(attempt).cache_hits == 1  # type: ignore[attr-defined]
 
 
 def test_without_a_cache_folder_a_process_compiles_at_once(

@@ -28,7 +28,7 @@ from tests.support.cluster.clusters import is_clean
 from worker.config import RolesConfig
 from worker.role import AggregatedRole
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 @asynccontextmanager

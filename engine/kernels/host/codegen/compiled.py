@@ -129,7 +129,7 @@ class Attempt(Enum):
 
 
 class KernelLockedError(Exception):
-    """Another process is compiling the kernel or is about to load it."""
+    """Another process is compiling the kernel."""
 
 
 class KernelMissingError(Exception):
@@ -245,11 +245,10 @@ def compile_kernel(
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     attempt = _attempt.get()
     if_missing = {"pipeline_class": _refuse} if attempt is Attempt.LOAD else {}
-    if attempt is Attempt.WAIT:
-        # A cached kernel is loaded without the lock: a process with another cache folder may hold
-        # it for as long as it compiles.
-        with suppress(Exception):
-            return cfunc(**options, pipeline_class=_refuse, cache=True)(work)
+    # A cached kernel is loaded without the lock: numba renames complete files into place, and a
+    # process with another cache folder may hold the lock for as long as it compiles.
+    with suppress(Exception):
+        return cfunc(**options, pipeline_class=_refuse, cache=True)(work)
     try:
         with alone(
             LOCK_FILE, subject, timeout_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0
