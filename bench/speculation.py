@@ -9,6 +9,7 @@ uncounted. Step times and planner calls are the pools' own metrics, over all pro
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,11 +19,13 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.values import Finish, Query, Sampling, Stop
+from baton.values import Finish, Prompt, Query, Sampling, Stop
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import PoolPorts, decode_ports, planner_calls
+from bench.repeating import KINDS, prompts
 from bench.report import Value
 from demo.corpus import speculation_prompts
+from engine.speculative.contracts.config import SUFFIX
 
 REQUEST_TIMEOUT_S = 120.0
 
@@ -89,44 +92,61 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[C
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    queries = [
-        Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
-        for item in speculation_prompts(2 * flags.prompts, seed=0)
-    ]
-    queries, others = queries[: flags.prompts], queries[flags.prompts :]
-    draft = (
+    draft: tuple[str, ...] = (
         "--draft",
         str(flags.draft),
-        "--spec-topk",
-        str(flags.topk),
-        "--spec-steps",
-        str(flags.steps),
         "--spec-draft-tokens",
         str(flags.draft_tokens),
     )
+    if flags.draft != SUFFIX:
+        draft += ("--spec-topk", str(flags.topk), "--spec-steps", str(flags.steps))
     values: dict[str, Value] = {
         "decode_pp": flags.decode_pp,
-        "draft": f"top-{flags.topk}, {flags.steps} steps, {flags.draft_tokens} tokens",
+        "draft": f"{flags.draft.name}, top-{flags.topk}, {flags.steps} steps, {flags.draft_tokens} tokens",
     }
     async with AsyncExitStack() as stack:
         plain = await stack.enter_async_context(side(flags))
         drafting = await stack.enter_async_context(side(flags, *draft))
-        for batch in flags.batches:
-            for asked in (others, queries):
-                for each in (plain, drafting):
-                    each.tokens = 0
-                    each.seconds = 0.0
-                for start in range(0, len(asked) - batch + 1, batch):
-                    for each in (plain, drafting):
-                        await each.run(asked[start : start + batch])
-            values |= {
-                f"plain_tokens_per_s_{batch}": plain.rate,
-                f"draft_tokens_per_s_{batch}": drafting.rate,
-                f"speedup_{batch}": drafting.rate / plain.rate,
-            }
+        for kind in flags.prompts_of:
+            queries = _queries(kind, flags)
+            for batch in flags.batches:
+                await _measure_batch(plain, drafting, queries, batch)
+                values |= {
+                    f"{kind}_plain_tokens_per_s_{batch}": plain.rate,
+                    f"{kind}_draft_tokens_per_s_{batch}": drafting.rate,
+                    f"{kind}_speedup_{batch}": drafting.rate / plain.rate,
+                }
         values |= {**await plain.steps("plain"), **await drafting.steps("draft")}
         values["answers_equal"] = plain.answers == drafting.answers
     return values
+
+
+async def _measure_batch(
+    plain: ClusterSide, drafting: ClusterSide, queries: Sequence[Query], batch: int
+) -> None:
+    """Run the second half of the queries uncounted, then the first half, `batch` at once."""
+    half = len(queries) // 2
+    for asked in (queries[half:], queries[:half]):
+        for each in (plain, drafting):
+            each.tokens = 0
+            each.seconds = 0.0
+        for start in range(0, len(asked) - batch + 1, batch):
+            for each in (plain, drafting):
+                await each.run(asked[start : start + batch])
+
+
+def _queries(kind: str, flags: argparse.Namespace) -> list[Query]:
+    """Return twice as many queries as are counted."""
+    count = 2 * flags.prompts
+    if kind == "stories":
+        asked: Sequence[Prompt] = [item.prompt for item in speculation_prompts(count, seed=0)]
+    else:
+        vocab_size = json.loads((flags.model / "config.json").read_text())["vocab_size"]
+        asked = prompts(kind, count, vocab_size=vocab_size)
+    return [
+        Query(prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
+        for prompt in asked
+    ]
 
 
 def main() -> int:
@@ -138,7 +158,14 @@ def main() -> int:
         "--draft",
         type=Path,
         default=demo_model().parent / "draft",
-        help="draft model directory; default: the demo draft",
+        help="draft model directory, or suffix; default: the demo draft",
+    )
+    parser.add_argument(
+        "--prompts-of",
+        nargs="+",
+        choices=("stories", *KINDS),
+        default=["stories"],
+        help="kinds of prompts; default stories, of the demo model's corpus",
     )
     for name, default in (
         ("decode-pp", 1),

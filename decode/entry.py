@@ -5,8 +5,10 @@ Belongs to the engine thread.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from decode.speculation import DraftState
+from decode.suffix_draft import SuffixDraft
 from engine.core.batch import ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.request import FinishReason, SampledToken
@@ -61,6 +63,11 @@ class DecodeEntry(Entry[DecodeEntryEvent]):
     first_step_s: float | None = None
     num_preemptions: int = 0
     preempted_s: float = 0.0
+
+    @cached_property
+    def suffixes(self) -> SuffixDraft:
+        """Return its drafts on a pool that drafts suffixes."""
+        return SuffixDraft()
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +184,7 @@ class DecodeLimits:
     chunk_tokens: int = 512  # tokens of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
+    drafts_suffixes: bool = False  # else a draft model on the last stage drafts
     has_states: bool = False
     local_rest_tokens: int = 0  # most missing prompt tokens that are computed here
     steps_ahead: bool = False

@@ -165,6 +165,10 @@ class StepBuilder:
         The number of computed tokens is known only after verification.
         """
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
+        if self.limits.drafts_suffixes and (num_drafted := self.draft_tokens(entry)):
+            entry.draft.tree = entry.suffixes.propose(
+                entry.request.prompt_token_ids, entry.outputs, num_drafted
+            )
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
         tree, spec = entry.draft.verify(
             entry.computed,

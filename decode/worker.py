@@ -98,6 +98,7 @@ def decode_limits(config: WorkerConfig, plan: StagePlan) -> DecodeLimits:
         chunk_tokens=max(config.chunk_tokens, grid),
         growth_tokens=config.page_size,
         num_draft_tokens=plan.num_draft_tokens,
+        drafts_suffixes=plan.speculation is not None and plan.speculation.drafts_suffixes,
         has_states=has_states,
         local_rest_tokens=0 if has_states else config.local_rest_tokens,
         steps_ahead=config.overlap_steps,

@@ -20,6 +20,7 @@ from engine.pipeline.ranks import StageRanks
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import StagePlan, plan_stage
 from pool.stage.pool_size import memory_of, resume_notice
+from pool.stage.speculation import DraftModelPlan
 from runtime.config import load
 from runtime.errors import BatonError
 from runtime.gguf.convert import checkpoint_of
@@ -122,7 +123,7 @@ def report(config: WorkerConfig) -> Iterator[str]:
     if own.size > 1:
         yield f"of each of the {own.size} ranks of a stage" + (
             ", but only the first of each data rank of the last has the draft"
-            if plan.speculation
+            if plan.has_draft_model
             else ""
         )
     num_pages = own.data_size * (plan.size.num_pages - 1)
@@ -161,7 +162,7 @@ def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:
             device=nowhere,
             ranks=StageRanks(own) if own.size > 1 else None,
         )
-    if plan.speculation is not None:
+    if isinstance(plan.speculation, DraftModelPlan):
         draft = plan.speculation.draft
         (draft.load_frozen if draft.is_frozen else draft.load_layers)(
             numerics=Numerics.FAST, device=nowhere
@@ -176,7 +177,7 @@ def _stored_types(plan: StagePlan) -> str:
 
 
 def _draft_bytes(plan: StagePlan, *, is_last: bool) -> int:
-    return plan.speculation.draft.weight_bytes if is_last and plan.speculation is not None else 0
+    return plan.speculation.weight_bytes if is_last and plan.speculation is not None else 0
 
 
 def _size(num_bytes: float) -> str:

@@ -97,7 +97,7 @@ def prefill_limits(config: WorkerConfig, plan: StagePlan) -> PrefillLimits:
         grid=grid,
         max_running=config.max_running,
         max_queued=config.max_queued,
-        drafts=plan.speculation is not None,
+        drafts=plan.has_draft_model,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from engine.core.layer_range import Placement
+from engine.speculative.contracts.config import SUFFIX
 from runtime.config import MAX_WAIT_S, AddressField, parse_peer
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
@@ -213,7 +214,9 @@ class WorkerConfig(TlsConfig):
         "8 times the longest of the last 64 steps",
     )
     draft: Path | None = Field(
-        default=None, description="directory of a draft model; a decode pool then speculates"
+        default=None,
+        description="directory of a draft model, or suffix: drafts from the request's own text; a "
+        "decode pool then speculates",
     )
     spec_topk: int = Field(
         default=1,
@@ -295,7 +298,7 @@ class WorkerConfig(TlsConfig):
         if self.leader and announcement_path(self.leader) is None:
             parse_peer(self.leader, field="--leader")
         check_endpoint(self.otel_endpoint)
-        if self.draft is not None:
+        if self.draft is not None and self.draft != SUFFIX:
             check_model_folder(self.draft, field="draft")
         _ = self.placement
         self.binding.check()

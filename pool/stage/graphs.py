@@ -19,7 +19,7 @@ from engine.speculative.replay.round_graphs import RoundGraphs
 from engine.speculative.trees.tree_expander import TreeExpander
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
-from pool.stage.speculation import CapturedDraft, SpeculationPlan
+from pool.stage.speculation import CapturedDraft, DraftModelPlan
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def build_host_steps(
 def build_draft_graphs(
     config: WorkerConfig,
     parts: Capturable | None,
-    plan: SpeculationPlan,
+    plan: DraftModelPlan,
     model: DraftModel,
     attention: DraftAttention,
 ) -> CapturedDraft:

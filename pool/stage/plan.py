@@ -21,7 +21,12 @@ from pool.stage.pool_size import (
     resume_notice,
 )
 from pool.stage.settings import stage_settings
-from pool.stage.speculation import SpeculationPlan, check_frozen, plan_speculation
+from pool.stage.speculation import (
+    DraftModelPlan,
+    SpeculationPlan,
+    check_frozen,
+    plan_speculation,
+)
 from runtime.digests import Compatibility
 from runtime.errors import CapacityError, ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES
@@ -56,7 +61,7 @@ class StagePlan:
     @property
     def notices(self) -> tuple[str, ...]:
         """Return the texts that an operator should know about this model on this machine."""
-        draft = () if self.speculation is None else self.speculation.draft.notices
+        draft = () if self.speculation is None else self.speculation.notices
         found = (*self.description.notices, *draft, self.size.notice, self.resume_notice)
         # Duplicates are dropped: a draft may be part of the model's own files.
         return tuple(dict.fromkeys(notice for notice in found if notice))
@@ -67,12 +72,16 @@ class StagePlan:
         return self.geometry.layers.intersect(LayerRange(0, self.description.facts.num_layers))
 
     @property
+    def has_draft_model(self) -> bool:
+        return isinstance(self.speculation, DraftModelPlan)
+
+    @property
     def num_draft_tokens(self) -> int:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
     def compatibility(self, weights: PoolWeights) -> Compatibility:
         """Return the digest that pools compare, once all stages have reported their weights."""
-        draft = "" if self.speculation is None else self.speculation.draft.revision
+        draft = "" if self.speculation is None else self.speculation.revision
         return compatibility(
             revision=weights.revision(self.description.facts.revision),
             specs=self.geometry.specs,
@@ -117,7 +126,7 @@ def plan_stage(
         ranges[-1] = _with_draft(ranges[-1], speculation, config.page_size)
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if caches.scratch else 0
-    draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
+    draft_bytes = 0 if speculation is None else speculation.weight_bytes
     max_snapshots = _max_snapshots(config, caches) if keeps_states else 0
     divided = place.tensor.attention
     own = tuple(spec.of_rank(divided) for spec in (*caches.handed, *caches.draft))
@@ -213,7 +222,8 @@ def _speculation_of_role(
     if speculation is None:
         return None
     if speculates:
-        check_frozen(speculation, last, config.placement.tensor)
+        if isinstance(speculation, DraftModelPlan):
+            check_frozen(speculation, last, config.placement.tensor)
         return speculation
     return speculation if speculation.handed else None
 

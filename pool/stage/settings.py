@@ -58,7 +58,9 @@ def stage_settings(
         "overlap_tokens": str(config.overlap_tokens),
         "tokenizer": tokenizer_digest(config.model),
         "eos_token_ids": _listed(description.facts.eos_token_ids),
-        "draft": NONE if speculation is None else speculation.draft.revision,
+        "draft": NONE
+        if speculation is None
+        else speculation.revision or str(speculation.config.draft),
         "frames": LAYOUT,
     }
     if speculation is not None:

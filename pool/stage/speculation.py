@@ -4,6 +4,7 @@ whole on the rank that samples.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
 from engine.pipeline.stage_executor import LayerObserver
 from engine.speculative.attention.draft_attention import DraftAttention
-from engine.speculative.contracts.config import SpeculationConfig
+from engine.speculative.contracts.config import SUFFIX, SpeculationConfig
 from engine.speculative.contracts.draft_model import DraftModel
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from engine.speculative.drafters.eagle import EagleDrafter, PromptDrafter, SendingDrafter
@@ -52,13 +53,93 @@ CaptureDraft = Callable[[DraftModel, DraftAttention], CapturedDraft]
 class SpeculationPlan:
     """The plan of speculation, the same on every stage.
 
-    It follows from the draft model's config and the flags.
+    Stages verify the trees. This one has no draft model: the leader drafts, from text that it has.
     """
 
     config: SpeculationConfig
+
+    @property
+    def drafts_suffixes(self) -> bool:
+        """Return whether the leader drafts what followed the same tokens before."""
+        return True
+
+    @property
+    def handed(self) -> bool:
+        """Return whether a draft model's state of the prompt is part of the handoff."""
+        return False
+
+    @property
+    def revision(self) -> str:
+        """Return the digest of the draft model's config; empty without one."""
+        return ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the size of the draft model."""
+        return 0
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Return the texts that an operator should know about the draft model."""
+        return ()
+
+    @property
+    def capture_layers(self) -> frozenset[int]:
+        """Return the global ids of the target's layers whose outputs the draft model reads."""
+        return frozenset()
+
+    def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        """Return the specs of the draft model's caches and end state that are handed over.
+
+        They count as further layers of the last stage.
+        """
+        return ()
+
+    def own_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
+        """Return the specs of the draft model's pages, as caches of the target's last layer.
+
+        Return none if they are part of the handoff, where they are counted already.
+        """
+        return ()
+
+    def scratch_specs(self, specs: tuple[CacheSpec, ...]) -> tuple[CacheSpec, ...]:
+        """Return the specs of a request's verification on a rank: a recurrent state per node."""
+        return tuple(
+            replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
+            for spec in specs
+            if not spec.kind.is_paged and spec.kind is not CacheKind.WINDOW
+        )
+
+
+@dataclass(frozen=True)
+class DraftModelPlan(SpeculationPlan):
+    """The plan of speculation with a draft model.
+
+    It follows from the draft model's config and the flags.
+    """
+
     draft: DraftDescription
-    # whether the draft model's cache of the prompt and its end state are part of the handoff
-    handed: bool
+    sends_state: bool  # if both pools have the draft model
+
+    @property
+    def drafts_suffixes(self) -> bool:
+        return False
+
+    @property
+    def handed(self) -> bool:
+        return self.sends_state
+
+    @property
+    def revision(self) -> str:
+        return self.draft.revision
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.draft.weight_bytes
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        return self.draft.notices
 
     @property
     def first_layer(self) -> int:
@@ -66,10 +147,6 @@ class SpeculationPlan:
         return self.draft.target.facts.num_layers
 
     def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """Return the specs of the draft model's caches and end state that are handed over.
-
-        They count as further layers of the last stage.
-        """
         if not self.handed:
             return ()
         cache = self.draft.cache_specs(page_size)
@@ -105,10 +182,6 @@ class SpeculationPlan:
         return self.draft.capture_layers
 
     def own_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
-        """Return the specs of the draft model's pages, as caches of the target's last layer.
-
-        Return none if they are part of the handoff, where they are counted already.
-        """
         last = max(spec.layer_id for spec in specs)
         return (
             ()
@@ -119,17 +192,9 @@ class SpeculationPlan:
             )
         )
 
-    def scratch_specs(self, specs: tuple[CacheSpec, ...]) -> tuple[CacheSpec, ...]:
-        """Return the specs of a request's verification on a rank: a recurrent state per node."""
-        return tuple(
-            replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
-            for spec in specs
-            if not spec.kind.is_paged and spec.kind is not CacheKind.WINDOW
-        )
-
 
 def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
-    """Return the plan of speculation, or None without a draft model.
+    """Return the plan of speculation, or None without drafts.
 
     Raises:
         ConfigError: the flags contradict each other, the folder is not a draft of this target, or
@@ -137,15 +202,33 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
     """
     if config.draft is None:
         return None
-    flags = SpeculationConfig(
-        config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens
-    )
+    flags = _flags(config, config.draft)
     if any(spec.kind is CacheKind.WINDOW for spec in target.cache_specs(config.page_size)):
         _check_window(flags, config.page_size)
+    if config.draft == SUFFIX:
+        return SpeculationPlan(flags)
     draft = read_draft(config.draft, target)
     if draft.num_layers > 1:
         flags = _layerwise(flags, draft.num_layers)
-    return SpeculationPlan(flags, draft, config.spec_prompt and not draft.is_frozen)
+    return DraftModelPlan(flags, draft, config.spec_prompt and not draft.is_frozen)
+
+
+def _flags(config: WorkerConfig, draft: Path) -> SpeculationConfig:
+    """Return the settings of the flags.
+
+    Raises:
+        ConfigError: they contradict each other, or `SUFFIX` is to draft trees.
+    """
+    steps = config.spec_steps
+    if draft == SUFFIX:
+        if config.spec_topk > 1:
+            raise ConfigError(
+                f"spec_topk {config.spec_topk} makes trees; --draft {SUFFIX} drafts chains only: "
+                f"spec_topk must be 1",
+                field="spec_topk",
+            )
+        steps = config.spec_draft_tokens
+    return SpeculationConfig(draft, config.spec_topk, steps, config.spec_draft_tokens)
 
 
 def _check_window(flags: SpeculationConfig, page_size: int) -> None:
@@ -187,7 +270,7 @@ def _layerwise(flags: SpeculationConfig, num_layers: int) -> SpeculationConfig:
 
 
 def build_drafter(
-    plan: SpeculationPlan,
+    plan: DraftModelPlan,
     pools: StagePools,
     backends: Backends,
     capture: CaptureDraft = lambda model, attention: CapturedDraft(),
@@ -240,7 +323,7 @@ def build_drafter(
     )
 
 
-def _frozen_drafter(plan: SpeculationPlan, pools: StagePools, frozen: FrozenModel) -> FrozenDrafter:
+def _frozen_drafter(plan: DraftModelPlan, pools: StagePools, frozen: FrozenModel) -> FrozenDrafter:
     """Return the drafter of a draft model that reads the target's cache."""
     kv, windows = (
         {
@@ -274,7 +357,7 @@ def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
     )
 
 
-def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> None:
+def check_frozen(plan: DraftModelPlan, last: LayerRange, rank: TensorRank) -> None:
     """Check that the last stage has the whole target cache that a frozen draft reads.
 
     Raises:
@@ -296,7 +379,7 @@ def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> N
 
 
 def role_drafter(
-    plan: SpeculationPlan,
+    plan: DraftModelPlan,
     drafter: PoolDrafter,
     observer: LayerObserver | None,
     *,

@@ -24,7 +24,7 @@ from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.plan import StagePlan
-from pool.stage.speculation import build_drafter, role_drafter
+from pool.stage.speculation import DraftModelPlan, build_drafter, role_drafter
 from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
 from runtime.grammar import Grammars, load_grammars
@@ -97,7 +97,7 @@ def build_stage(
     executor = build_executor(model, runs_on, device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
-    if speculation is not None and place.samples:
+    if isinstance(speculation, DraftModelPlan) and place.samples:
         parts = runs_on.capturable if speculates else None
         capture = partial(build_draft_graphs, config, parts, speculation)
         drafter = build_drafter(speculation, pools, backends, capture, digest, draft_digest)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 
+SUFFIX = Path("suffix")  # in place of a folder: drafts from the request's own text
 MAX_TOPK = 32
 MAX_STEPS = 16
 MAX_DRAFT_TOKENS = 128
@@ -12,7 +13,7 @@ MAX_DRAFT_TOKENS = 128
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Speculation with the draft in folder `draft`.
+    """Speculation with the draft in folder `draft`, or with `SUFFIX`.
 
     Trees have up to `topk` children per node, `steps` levels and `num_draft_tokens` drafted nodes.
     With `topk` 1 they are chains.

@@ -12,6 +12,7 @@ from models.weights_digest import PoolWeights
 from pool.check import report
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import StagePlan, plan_stage
+from pool.stage.speculation import DraftModelPlan
 from prefill.worker import PrefillRole
 from runtime.errors import ConfigError
 from tests.support.drafts.eagle import save_draft
@@ -78,7 +79,7 @@ def test_a_draft_has_its_own_layers_from_zero_under_any_split_s0_8(
             num_pages=8,
         )
         plan = plan_stage(config, speculates=True)
-        assert plan.speculation is not None
+        assert isinstance(plan.speculation, DraftModelPlan)
         assert {spec.layer_id for spec in plan.speculation.draft.cache_specs(config.page_size)} == {
             0
         }
