@@ -55,7 +55,11 @@ WorkerDevice = Annotated[
     str | None, Field(description="Device of the workers: cpu, cuda or cuda:N.")
 ]
 WorkerDraft = Annotated[
-    Path | None, Field(description="Draft model; enables speculative decoding in decode pools.")
+    Path | None,
+    Field(
+        description="Draft model, or suffix (drafts from the request's own text); enables "
+        "speculative decoding in decode pools."
+    ),
 ]
 
 

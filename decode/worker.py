@@ -24,6 +24,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.metrics import ReportingScheduler
 from pool.stage.plan import StagePlan
+from pool.stage.speculation import SpeculationPlan
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
@@ -153,8 +154,8 @@ class DecodeLeader:
 
         On a pool that also prefills, `prompts_of` returns the reader that has the prompt of a key.
         """
-        if parts.stage.plan.speculation is not None:
-            self._observe_speculation(parts)
+        if (plan := parts.stage.plan.speculation) is not None:
+            self._observe_speculation(parts, plan)
         service = DecodeService(
             DecodeParts(
                 leader=parts.leader,
@@ -175,16 +176,18 @@ class DecodeLeader:
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
-    def _observe_speculation(self, parts: LeaderParts) -> None:
+    def _observe_speculation(self, parts: LeaderParts, plan: SpeculationPlan) -> None:
         metrics = SpeculationMetrics.create(parts.registry)
         # Creates the series: a draft without any accepted token must show zero, not a missing
         # series.
-        metrics.accepted.labels("1")
+        proposer = "suffix" if plan.drafts_suffixes else "model"
+        metrics.drafted.labels(proposer)
+        metrics.accepted.labels(proposer, "1")
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
             # The step itself counts one token per row.
             parts.meters.on_generated(sum(step.accepted))
-            observe_verified(metrics, step)
+            observe_verified(metrics, step, proposer)
             # Without drafts there is no throughput to record.
             if self._adaptive is not None and step.accepted:
                 self._adaptive.observe(step, num_running)
@@ -205,13 +208,15 @@ class DecodeLeader:
             )
 
 
-def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
-    """Record the metrics of one verification."""
-    metrics.drafted.inc(step.num_drafted)
+def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep, proposer: str) -> None:
+    """Record the metrics of one verification of drafts of the proposer."""
+    metrics.drafted.labels(proposer).inc(step.num_drafted)
     for count in step.accepted:
         metrics.accept_length.observe(count + 1)
     for depth in range(1, max(step.accepted, default=0) + 1):
-        metrics.accepted.labels(str(depth)).inc(sum(count >= depth for count in step.accepted))
+        metrics.accepted.labels(proposer, str(depth)).inc(
+            sum(count >= depth for count in step.accepted)
+        )
     metrics.step_s.labels("yes" if step.num_drafted else "no").observe(step.seconds)
 
 

@@ -521,8 +521,12 @@ SPECULATION = Dashboard(
             "short",
             "Drafted and accepted per second.",
             (
-                PanelQuery(rate("baton_spec_drafted_tokens_total"), "drafted"),
-                PanelQuery(rate("baton_spec_accepted_tokens_total"), "accepted"),
+                PanelQuery(
+                    rate("baton_spec_drafted_tokens_total", "proposer"), "drafted by {{proposer}}"
+                ),
+                PanelQuery(
+                    rate("baton_spec_accepted_tokens_total", "proposer"), "accepted of {{proposer}}"
+                ),
             ),
         ),
         Panel(

@@ -510,11 +510,17 @@ class SpeculationMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            drafted=_counter(registry, "spec_drafted_tokens", "Draft tokens that were verified."),
+            drafted=_counter(
+                registry,
+                "spec_drafted_tokens",
+                "Draft tokens that were verified, by proposer.",
+                "proposer",
+            ),
             accepted=_counter(
                 registry,
                 "spec_accepted_tokens",
-                "Draft tokens that were accepted, by depth.",
+                "Draft tokens that were accepted, by proposer and depth.",
+                "proposer",
                 "depth",
             ),
             accept_length=_histogram(

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
+from tests.support.cluster.clusters import (
+    RunningCluster,
+    running_cluster,
+    samples_of,
+    scrape,
+)
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
@@ -41,6 +46,41 @@ async def assert_declined_drafts_are_not_drafted(
         "baton_spec_accept_length",
     ):
         assert after[name] == before[name], name
+
+
+REPEATING = [
+    replace(
+        question,
+        prompt_token_ids=(*question.prompt_token_ids[:20], *question.prompt_token_ids[:20]) * 3,
+        max_tokens=24,
+        sampling=replace(question.sampling, logit_bias=tuple((token, 100.0) for token in (5, 6))),
+    )
+    for question in make_questions(6)
+]
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [{"prefill_pp": 2, "decode_pp": 2}, {"worker": 1, "decode": 0, "prefill": 0}],
+    ids=["two stages", "both roles"],
+)
+async def test_drafts_from_the_own_text_change_nothing(
+    checkpoint: Path, reference: Reference, topology: dict[str, int]
+) -> None:
+    flags = ("--draft", "suffix", "--spec-draft-tokens", "8", "--no-spec-adaptive")
+    expected = on_the_wire(reference.answers(REPEATING))
+    async with running_cluster(checkpoint, worker_flags=flags, **topology) as running:
+        completions = await asyncio.gather(
+            *(running.client.complete(as_query(each), timeout_s=60) for each in REPEATING)
+        )
+        assert [shown(completion) for completion in completions] == expected
+        leader = next(
+            name for name in running.cluster.processes if name.startswith(("decode-0", "worker-0"))
+        )
+        port = await running.metrics_port(leader)
+        accepted = await asyncio.to_thread(samples_of, port, "baton_spec_accepted_tokens_total")
+        assert sum(count for labels, count in accepted.items() if "suffix" in labels) > 0
+        await running.until_clean()
 
 
 @pytest.mark.parametrize(

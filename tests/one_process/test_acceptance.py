@@ -18,7 +18,9 @@ from tests.support.cluster.one_process import cluster_in_process
 @pytest.mark.long
 async def test_the_demo_draft_reaches_its_bar(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[VerifiedStep] = []
-    monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))
+    monkeypatch.setattr(
+        worker, "observe_verified", lambda metrics, step, proposer: seen.append(step)
+    )
     topk, steps, tokens = SHAPES[name]
     drafting = {
         "draft": demo_model().parent / "draft",
@@ -43,7 +45,9 @@ async def test_trials_of_other_lengths_cost_no_draft_its_thread(
     once yielded 1.8 tokens after a step without drafts, and 3 from pages in which a draft had
     restarted."""
     seen: list[VerifiedStep] = []
-    monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))
+    monkeypatch.setattr(
+        worker, "observe_verified", lambda metrics, step, proposer: seen.append(step)
+    )
     monkeypatch.setattr(
         worker, "AdaptiveDraft", partial(AdaptiveDraft, first_interval=8, trial_interval=16)
     )

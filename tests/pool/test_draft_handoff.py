@@ -67,7 +67,9 @@ def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedSte
         "load_layers",
         lambda self, **where: [KnowingModel(layer, truth) for layer in load(self, **where)],
     )
-    monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: steps.append(step))
+    monkeypatch.setattr(
+        worker, "observe_verified", lambda metrics, step, proposer: steps.append(step)
+    )
     return steps
 
 

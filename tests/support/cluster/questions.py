@@ -54,6 +54,7 @@ def as_query(request: Request) -> Query:
             presence_penalty=params.presence_penalty,
             repetition_penalty=params.repetition_penalty,
             seed=params.seed,
+            logit_bias=dict(params.logit_bias),
         ),
     )
 

@@ -48,12 +48,16 @@ class Speculation:
     """How a pool speculates: `drafter` is built for the last stage, given its number of pages, or
     `over_pools`, given the target's."""
 
-    drafter: Callable[[int], Drafter]
+    drafter: Callable[[int], Drafter | None]
     num_draft_tokens: int
     capture_layers: frozenset[int] = frozenset()
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     poisons_leftovers: bool = False  # see `Leftovers`
     over_pools: Callable[[StagePools], Drafter] | None = None
+    drafts_suffixes: bool = False
+
+
+SUFFIXES = Speculation(lambda num_pages: None, 5, drafts_suffixes=True)
 
 
 def build_executor(
@@ -386,6 +390,7 @@ def local_pool(
         has_states=needs_slots,
         steps_ahead=steps_ahead,
         num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
+        drafts_suffixes=speculation is not None and speculation.drafts_suffixes,
     )
     keys = count(1)
     schedulers = tuple(
