@@ -39,7 +39,24 @@ _MODULES: tuple[ModuleType, ...] = (
     functools,
     random,
 )
-KINDS = ("edits", "quotes", "json", "turns", "chat", "random")
+KINDS = ("edits", "quotes", "json", "schema", "turns", "chat", "random")
+# The schema of "schema".
+FACTS = json.dumps(
+    {
+        "type": "array",
+        "minItems": 6,
+        "maxItems": 6,
+        "items": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["person", "verb", "color", "thing", "place"],
+            "properties": {
+                name: {"type": "string", "maxLength": 30}
+                for name in ("person", "verb", "color", "thing", "place")
+            },
+        },
+    }
+)
 MAX_TEXT_CHARS = 1500
 _QUESTIONS = (
     "Why is the sky blue?",
@@ -59,6 +76,7 @@ def prompts(kind: str, count: int, *, vocab_size: int, seed: int = 0) -> list[Pr
     edits   a function to be repeated with a change
     quotes  a text to be quoted
     json    sentences to be repeated as JSON
+    schema  the same, for answers that follow the schema `FACTS`
     turns   the second turn of a chat about its first answer
     chat    questions whose answers repeat nothing
     random  random tokens
@@ -81,7 +99,7 @@ def _endless(kind: str, rng: random.Random) -> Iterator[Prompt]:
         elif kind == "quotes":
             text = rng.choice(manuals)[:MAX_TEXT_CHARS]
             yield _asked(f"Quote the most important sentences of this text word by word:\n\n{text}")
-        elif kind == "json":
+        elif kind in ("json", "schema"):
             facts = "\n".join(_fact(rng).sentence() for _ in range(6))
             yield _asked(
                 f"Extract person, verb, color, thing and place of each line as a JSON list of "

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.values import Finish, Prompt, Query, Sampling, Stop
+from baton.values import Finish, Prompt, Query, Sampling, Stop, StructuredOutput
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import PoolPorts, decode_ports, planner_calls
-from bench.repeating import KINDS, prompts
+from bench.repeating import FACTS, KINDS, prompts
 from bench.report import Value
 from demo.corpus import speculation_prompts
 from engine.speculative.contracts.config import SUFFIX
@@ -143,9 +143,10 @@ def _queries(kind: str, flags: argparse.Namespace) -> list[Query]:
     else:
         vocab_size = json.loads((flags.model / "config.json").read_text())["vocab_size"]
         asked = prompts(kind, count, vocab_size=vocab_size)
+    output = StructuredOutput(FACTS) if kind == "schema" else None
+    stop = Stop(max_tokens=flags.output_tokens)
     return [
-        Query(prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
-        for prompt in asked
+        Query(prompt, Sampling(temperature=0), stop, structured_output=output) for prompt in asked
     ]
 
 

@@ -165,7 +165,9 @@ class StepBuilder:
         The number of computed tokens is known only after verification.
         """
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
-        if self.limits.drafts_suffixes and (num_drafted := self.draft_tokens(entry)):
+        num_drafted = self.draft_tokens(entry)
+        # A tree that is there already is what the request's grammar forces.
+        if self.limits.drafts_suffixes and num_drafted and not entry.draft.tree:
             entry.draft.tree = entry.suffixes.propose(
                 entry.request.prompt_token_ids, entry.outputs, num_drafted
             )

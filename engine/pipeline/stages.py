@@ -20,7 +20,7 @@ from typing import Protocol
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import NO_TREE, SpecInfo, Verified
+from engine.core.draft_trees import NO_TREE, SpecInfo, TokenTree, Verified
 from engine.core.time_limits import FrameLimit
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
@@ -38,7 +38,7 @@ from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.step_plan import RankBatches
 from engine.sampling.sampler import RequestSampler, score
 from engine.speculative.contracts.drafter import Drafter
-from engine.speculative.contracts.verify import sample_runs
+from engine.speculative.contracts.verify import AcceptedRun, sample_runs
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Pipeline(Protocol):
 class LastStage:
     """The work of the last stage on its logits: sample tokens, and draft the next trees.
 
-    Without a drafter, a speculating pool verifies root tokens only, which is plain decoding.
+    Without a drafter, a speculating pool has drafts from stage 0, and those that grammars force.
     """
 
     sampler: RequestSampler
@@ -107,9 +107,19 @@ class LastStage:
             else [NO_TREE] * len(runs)
         )
         verified = [
-            Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)
+            Verified(tuple(run.accepted), self._forced(batch, batch.spec_info, run) or tree)
+            for run, tree in zip(runs, trees, strict=True)
         ]
         return StageResult(tokens, verified, scored.scores)
+
+    def _forced(self, batch: ForwardBatch, spec: SpecInfo, run: AcceptedRun) -> TokenTree:
+        """Return the tokens that a row's grammar forces next: drafts that are never rejected."""
+        sampling = batch.sampling[run.row]
+        limit = spec.rows[run.row].num_draft_tokens
+        if not limit or sampling is None or sampling.output is None:
+            return NO_TREE
+        chain = self.sampler.forced(sampling, [token.token_id for token in run.tokens])[:limit]
+        return TokenTree(chain, tuple(range(-1, len(chain) - 1)))
 
 
 class SingleStage:

@@ -23,6 +23,7 @@ from engine.sampling.sampler import Mask, TokenCounts, sample
 from runtime.errors import FieldViolation, InvalidRequestError, StalledError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
 
+MAX_FORCED = 32  # tokens that a grammar forces and that are looked up in one step
 STEP_WAIT_S = 1.0  # limit for the masks of one step, counted from the end of its forward
 
 Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents of the nodes
@@ -86,12 +87,24 @@ class GuidedSampler:
                 ended.forget()
         trees = _trees(batch)
         sampled = [
-            (row.output, tree)
-            for row, tree in zip(batch.sampling, trees, strict=True)
+            (row.output, tree, num_drafted)
+            for row, tree, num_drafted in zip(
+                batch.sampling, trees, _num_drafted(batch), strict=True
+            )
             if row is not None and row.output is not None
         ]
-        for output, tree in sampled:
-            self._begin(output, tree, 1 / len(sampled))
+        for output, tree, num_drafted in sampled:
+            # The first of the forced tokens is sampled in this step.
+            num_forced = min(num_drafted + 1, MAX_FORCED) if num_drafted else 0
+            self._begin(output, tree, 1 / len(sampled), num_forced)
+
+    def forced(self, row: SamplingRow, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Implement `RequestSampler.forced`."""
+        kept = None if row.output is None else self._kept.get(row.output.key)
+        if kept is None or kept.job is None or not token_ids:
+            return ()
+        first, *rest = kept.job.forced.get(tuple(token_ids[:-1]), (-1,))
+        return tuple(rest) if first == token_ids[-1] else ()
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Sample one token per row, as `sample` does.
@@ -127,7 +140,7 @@ class GuidedSampler:
             for how in found
         ]
 
-    def _begin(self, output: OutputRow, tree: Tree, share: float) -> _Kept:
+    def _begin(self, output: OutputRow, tree: Tree, share: float, num_forced: int = 0) -> _Kept:
         """Begin or continue the row's request, and request its masks.
 
         An error is stored for this row only.
@@ -143,7 +156,9 @@ class GuidedSampler:
         kept.job = None
         if kept.text is not None:
             try:
-                kept.job = kept.text.ask(output.kept, output.token_ids, *tree, share=share)
+                kept.job = kept.text.ask(
+                    output.kept, output.token_ids, *tree, share=share, num_forced=num_forced
+                )
             except InvalidRequestError as error:
                 kept.problem = error.violations[0].description
         return kept
@@ -259,3 +274,10 @@ def _trees(batch: ForwardBatch) -> list[Tree]:
         trees.append((tuple(tokens[start : start + length]), row.parents))
         start += length
     return trees
+
+
+def _num_drafted(batch: ForwardBatch) -> list[int]:
+    """Return the largest number of nodes of each row's next tree."""
+    if not isinstance(batch.spec_info, SpecInfo):
+        return [0] * batch.num_rows
+    return [row.num_draft_tokens or 0 for row in batch.spec_info.rows]

@@ -153,6 +153,13 @@ class RequestSampler(Protocol):
         """Start the work that does not need the logits, before the batch's forward."""
         ...
 
+    def forced(self, row: SamplingRow, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the only tokens that may follow `token_ids`, which were just sampled from the row on.
+
+        They are those that are known without further work; there may be more, or none.
+        """
+        ...
+
     def reset(self) -> None:
         """Drop the state of every request."""
         ...

@@ -22,6 +22,7 @@ from runtime.grammar.messages import (
     TextAnswer,
     TextCall,
     pack_answer,
+    pack_tokens,
     unpack_call,
     unpack_order,
 )
@@ -66,16 +67,37 @@ def _run_call(
         text.move(call.kept, call.token_ids)
         if call.call is Call.MOVE:
             return
-        tree_began_s = None
-        for node, mask in text.masks(call.tree_token_ids or (0,), call.tree_parents or (-1,)):
-            owner.send(pack_answer(TextAnswer(AnswerKind.MASK, node, 0.0, mask)))
-            tree_began_s = time.thread_time() if tree_began_s is None else tree_began_s
-            if time.thread_time() - tree_began_s > TREE_CPU_S:
-                break
+        _send_masks(text, call, owner)
         owner.send(_done(time.thread_time() - began_s))
     except Unfollowable as error:  # also for MOVE: a text that failed fails again at the next call
         if call.call is Call.ASK:
             owner.send(_problem(str(error)))
+
+
+def _send_masks(text: Text, call: TextCall, owner: socket.socket) -> None:
+    """Send the mask of the text's end, and within `TREE_CPU_S` whatever drafts need.
+
+    Raises:
+        Unfollowable: there is no mask of the text's end.
+    """
+    began_s = time.thread_time()
+    parents = call.tree_parents or (-1,)
+
+    def is_late() -> bool:
+        return time.thread_time() - began_s > TREE_CPU_S
+
+    for node, mask in text.masks(call.tree_token_ids or (0,), parents):
+        owner.send(pack_answer(TextAnswer(AnswerKind.MASK, node, 0.0, mask)))
+        if not node:
+            began_s = time.thread_time()  # the mask that every step needs has its own limit
+        if call.num_forced and node not in parents:
+            forced = text.forced(call.num_forced, is_late)
+            if forced:
+                owner.send(
+                    pack_answer(TextAnswer(AnswerKind.FORCED, node, 0.0, pack_tokens(forced)))
+                )
+        if is_late():
+            return
 
 
 def _done(cpu_s: float) -> bytes:

@@ -4,7 +4,7 @@ Only grammar processes import it. Other processes import llguidance just to chec
 tokenizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -125,6 +125,26 @@ class Text:
                 continue
             yield node, found[node]
 
+    def forced(self, limit: int, is_late: Callable[[], bool]) -> list[int]:
+        """Return the next tokens of a text with only one continuation, at most `limit`.
+
+        The walk is one mask per token, because the library's own search for forced tokens has no
+        limit. It ends early if `is_late` returns True.
+
+        Raises:
+            Unfollowable: the grammar has become too complex to follow.
+        """
+        base = len(self.token_ids)
+        found: list[int] = []
+        while len(found) < limit and not is_late():
+            only = _only_bit(self.mask())
+            if only is None:
+                break
+            self.move(base + len(found), (only,))
+            found.append(only)
+        self.move(base, ())
+        return found
+
     @property
     def _has_ended(self) -> bool:
         return self._num_followed < len(self.token_ids)
@@ -176,6 +196,12 @@ def _source(grammar: Grammar) -> str:
         if is_flexible
         else {"whitespace_flexible": False},
     )
+
+
+def _only_bit(packed: bytes) -> int | None:
+    """Return the number of the bit that is set, or None if there are several or none."""
+    bits = int.from_bytes(packed, "little")
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
 def _has_bit(packed: bytes, token_id: int) -> bool:

@@ -7,6 +7,7 @@
     move     kept, tokens            ──▶
     ask      kept, tokens, tree      ──▶
                                      ◀──        mask     of a node, for each node reached
+                                     ◀──        forced   tokens after a leaf, if there are any
                                      ◀──        done     seconds of CPU time, or why there is no mask
 
 The first message with a new key opens a text. Little-endian; token ids are 32 bits wide.
@@ -24,7 +25,7 @@ MAX_MESSAGE_BYTES = 1 << 18
 CHUNK_TOKENS = 1 << 14  # limit of one message
 
 _COMPILE = struct.Struct("<dQB")
-_ASK = struct.Struct("<BQIII")
+_ASK = struct.Struct("<BQIIIB")
 _ANSWER = struct.Struct("<BId")
 _KINDS = tuple(GrammarKind)
 
@@ -39,6 +40,7 @@ class AnswerKind(IntEnum):
     MASK = 1  # mask of one node
     DONE = 2
     PROBLEM = 3
+    FORCED = 4  # tokens after one node
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class TextCall:
     """Request for the text `key`.
 
     The text keeps its first `kept` tokens and appends `token_ids`. The nodes of a tree follow; node
-    0 is the text's end.
+    0 is the text's end. Up to `num_forced` (0 to 255) tokens are wanted after each leaf.
     """
 
     call: Call
@@ -62,6 +64,7 @@ class TextCall:
     token_ids: Sequence[int] = ()
     tree_token_ids: Sequence[int] = ()
     tree_parents: Sequence[int] = ()
+    num_forced: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,19 +88,26 @@ def unpack_order(data: bytes) -> CompileOrder:
 
 
 def pack_call(call: TextCall) -> bytes:
-    head = _ASK.pack(call.call, call.key, call.kept, len(call.token_ids), len(call.tree_parents))
+    head = _ASK.pack(
+        call.call,
+        call.key,
+        call.kept,
+        len(call.token_ids),
+        len(call.tree_parents),
+        call.num_forced,
+    )
     return b"".join(
         (
             head,
-            array("I", call.token_ids).tobytes(),
-            array("I", call.tree_token_ids).tobytes(),
+            pack_tokens(call.token_ids),
+            pack_tokens(call.tree_token_ids),
             array("i", call.tree_parents).tobytes(),
         )
     )
 
 
 def unpack_call(data: bytes) -> TextCall:
-    call, key, kept, num_tokens, num_nodes = _ASK.unpack_from(data)
+    call, key, kept, num_tokens, num_nodes, num_forced = _ASK.unpack_from(data)
     tokens = array("I")
     parents = array("i")
     end = _ASK.size + 4 * (num_tokens + num_nodes)
@@ -110,6 +120,7 @@ def unpack_call(data: bytes) -> TextCall:
         tokens[:num_tokens].tolist(),
         tokens[num_tokens:].tolist(),
         parents.tolist(),
+        num_forced,
     )
 
 
@@ -120,6 +131,16 @@ def pack_answer(answer: TextAnswer) -> bytes:
 def unpack_answer(data: bytes) -> TextAnswer:
     answer, node, cpu_s = _ANSWER.unpack_from(data)
     return TextAnswer(AnswerKind(answer), node, cpu_s, data[_ANSWER.size :])
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    tokens = array("I")
+    tokens.frombytes(data)
+    return tuple(tokens)
 
 
 def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:

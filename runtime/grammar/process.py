@@ -32,11 +32,13 @@ from runtime.grammar.messages import (
     AnswerKind,
     Call,
     CompileOrder,
+    TextAnswer,
     TextCall,
     pack_call,
     pack_order,
     path_to,
     unpack_answer,
+    unpack_tokens,
 )
 
 Masks = dict[tuple[int, ...], bytes]  # a bit per token, keyed by the tokens after the text's end
@@ -57,6 +59,7 @@ STEP_CPU_S = 0.04
 # added per token if many tokens arrive at once, for a text that began elsewhere
 REPLAYED_TOKEN_CPU_S = 0.0001
 MAX_JOBS = 65536
+_OF_NODES = (AnswerKind.MASK, AnswerKind.FORCED)
 
 
 class TooSlow(InvalidRequestError):
@@ -69,6 +72,8 @@ class MaskJob:
 
     call: TextCall
     masks: Masks = field(default_factory=dict)
+    # the only tokens that may follow, by the tokens before them as in `masks`
+    forced: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     problem: str = ""
     is_stalled: bool = False  # the problem is that the machine starved its process
     cpu_s: float = 0.0
@@ -85,10 +90,13 @@ class MaskJob:
             self.problem = problem
         self.done.set()
 
-    def add(self, node: int, mask: bytes) -> None:
-        self.masks.setdefault(
-            tuple(path_to(node, self.call.tree_token_ids, self.call.tree_parents)), mask
-        )
+    def add(self, answer: TextAnswer) -> None:
+        """Add the mask of a node, or the tokens that are forced after it."""
+        path = tuple(path_to(answer.node, self.call.tree_token_ids, self.call.tree_parents))
+        if answer.answer is AnswerKind.MASK:
+            self.masks.setdefault(path, answer.data)
+        else:
+            self.forced.setdefault(path, unpack_tokens(answer.data))
 
 
 def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
@@ -264,12 +272,20 @@ class GrammarProcess:
             timeout_s += ANSWER_S
         child.send(
             pack_call(
-                TextCall(Call.ASK, call.key, kept, tokens, call.tree_token_ids, call.tree_parents)
+                TextCall(
+                    Call.ASK,
+                    call.key,
+                    kept,
+                    tokens,
+                    call.tree_token_ids,
+                    call.tree_parents,
+                    call.num_forced,
+                )
             ),
             ANSWER_S,
         )
-        while (answer := unpack_answer(child.receive(timeout_s))).answer is AnswerKind.MASK:
-            job.add(answer.node, answer.data)
+        while (answer := unpack_answer(child.receive(timeout_s))).answer in _OF_NODES:
+            job.add(answer)
         job.cpu_s = answer.cpu_s
         if answer.answer is AnswerKind.PROBLEM:
             job.fail(answer.data.decode())
@@ -310,14 +326,16 @@ class GuidedText:
         tree_parents: Sequence[int] = (),
         *,
         share: float = 1.0,
+        num_forced: int = 0,
     ) -> MaskJob:
         """Begin to compute the mask after the first `kept` tokens and `token_ids`.
 
         With a tree, whose node 0 is the last of them, masks of further nodes are computed as well
-        while that is quick. `share` is this text's part of all texts called in a step.
+        while that is quick, and up to `num_forced` tokens after each leaf where the grammar leaves no
+        choice. `share` is this text's part of all texts called in a step.
 
-        A text that has used half of its budget gets no masks of further nodes: a draft's proposals
-        must not end a text that plain decoding could continue.
+        A text that has used half of its budget gets no masks of further nodes and no such tokens: a
+        draft's proposals must not end a text that plain decoding could continue.
 
         Raises:
             InvalidRequestError: the text has used more CPU time than its budget.
@@ -333,7 +351,8 @@ class GuidedText:
             )
         self._left_s = min(BURST_CPU_S, self._left_s + min(TOKEN_CPU_S, share * STEP_CPU_S))
         self._left_s += REPLAYED_TOKEN_CPU_S * max(0, len(token_ids) - len(tree_parents) - 1)
-        nodes = slice(1 if self._left_s < BURST_CPU_S / 2 else None)
+        is_spare = self._left_s >= BURST_CPU_S / 2
+        nodes = slice(None if is_spare else 1)
         job = MaskJob(
             TextCall(
                 Call.ASK,
@@ -342,6 +361,7 @@ class GuidedText:
                 tuple(token_ids),
                 tuple(tree_token_ids[nodes]),
                 tuple(tree_parents[nodes]),
+                num_forced if is_spare else 0,
             )
         )
         self._process.submit(job)

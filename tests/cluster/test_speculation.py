@@ -59,17 +59,21 @@ REPEATING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [{"prefill_pp": 2, "decode_pp": 2}, {"worker": 1, "decode": 0, "prefill": 0}],
-    ids=["two stages", "both roles"],
-)
+@pytest.mark.parametrize("worker", [0, 1], ids=["two stages", "both roles"])
 async def test_drafts_from_the_own_text_change_nothing(
-    checkpoint: Path, reference: Reference, topology: dict[str, int]
+    checkpoint: Path, reference: Reference, worker: int
 ) -> None:
     flags = ("--draft", "suffix", "--spec-draft-tokens", "8", "--no-spec-adaptive")
     expected = on_the_wire(reference.answers(REPEATING))
-    async with running_cluster(checkpoint, worker_flags=flags, **topology) as running:
+    async with running_cluster(
+        checkpoint,
+        prefill=1 - worker,
+        decode=1 - worker,
+        worker=worker,
+        prefill_pp=2,
+        decode_pp=2,
+        worker_flags=flags,
+    ) as running:
         completions = await asyncio.gather(
             *(running.client.complete(as_query(each), timeout_s=60) for each in REPEATING)
         )

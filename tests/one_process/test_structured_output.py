@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 
 from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
+from decode import worker
+from decode.speculation import VerifiedStep
+from decode.suffix_draft import SuffixDraft
+from engine.core.draft_trees import NO_TREE
+from engine.speculative.contracts.config import SUFFIX
 from runtime.errors import CapacityError, InvalidRequestError
 from runtime.grammar import Grammar, Grammars, process
 from tests.support.cluster.one_process import cluster_in_process
@@ -108,6 +113,24 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_output(
         found = await answers(speller, prefill_pp, decode_pp, settings)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
         assert [answer.text for answer in found] == [answer.text for answer in expected]
+
+
+@pytest.mark.parametrize("decode_pp", [1, 2])
+async def test_what_a_grammar_forces_is_drafted_and_accepted(
+    speller: Path, decode_pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await answers(speller, 1, 1, {})
+    steps: list[VerifiedStep] = []
+    monkeypatch.setattr(
+        worker, "observe_verified", lambda metrics, step, proposer: steps.append(step)
+    )
+    # No text is drafted, so what is drafted is what grammars force.
+    monkeypatch.setattr(SuffixDraft, "propose", lambda *arguments: NO_TREE)
+    settings = {"draft": SUFFIX, "spec_draft_tokens": 6, "spec_adaptive": False}
+    found = await answers(speller, 1, decode_pp, settings)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    num_drafted = sum(step.num_drafted for step in steps)
+    assert sum(sum(step.accepted) for step in steps) == num_drafted > 0
 
 
 async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(

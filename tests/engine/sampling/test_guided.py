@@ -241,6 +241,64 @@ def test_an_end_that_was_only_drafted_changes_nothing(
     text.close()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "known", "forced"),
+    [
+        ("(cat|dog)-[0-9]{2}!", "", ""),
+        ("(cat|dog)-[0-9]{2}!", "c", "at-"),
+        ("(cat|dog)-[0-9]{2}!", "cat-12", "!$"),
+        ("yes", "", "yes$"),
+        ("a{40}", "a", "a" * 9),
+        ("yes", "yes$", ""),
+    ],
+)
+def test_the_only_continuation_is_known_with_the_mask(
+    grammars: Grammars, pattern: str, known: str, forced: str
+) -> None:
+    text = grammars.open(regex(pattern))
+    job = text.ask(0, ended(known), num_forced=9)
+    assert job.wait(time.monotonic() + LONG_S)
+    assert job.forced.get((), ()) == ended(forced)
+    assert np.array_equal(
+        allowed_after(text, len(known), ()), fresh_after(grammars, regex(pattern), ended(known))
+    )
+    text.close()
+
+
+def ended(text: str) -> tuple[int, ...]:
+    """Return the tokens of a text, with $ for the end."""
+    return tuple(EOS if token == ord("$") else token for token in spelled(text))
+
+
+def test_the_only_continuation_is_known_after_each_leaf(grammars: Grammars) -> None:
+    """Leaves are left out after 5 ms of computing; the library is slower at first."""
+    text = grammars.open(regex("x(cat|dog)-[0-9]"))
+    for _ in range(50):
+        # after x: c and a, o, which is forbidden, and d
+        job = text.ask(0, spelled("x"), spelled("xcaod"), (-1, 0, 1, 0, 0), num_forced=9)
+        assert job.wait(time.monotonic() + LONG_S)
+        if len(job.forced) > 1:
+            break
+    assert job.forced == {spelled("ca"): spelled("t-"), spelled("d"): spelled("og-")}
+    assert set(job.masks) == {(), spelled("c"), spelled("ca"), spelled("d")}
+    text.close()
+
+
+def test_forced_tokens_are_drafts_if_the_first_of_them_was_sampled(grammars: Grammars) -> None:
+    sampler, at = GuidedSampler(grammars), row(regex("(cat|dog)-[0-9]"), 0, "c")
+    batch = build_batch(
+        ForwardMode.VERIFY, [Row(1, [99], 0, [1], 0, at, SpecRow((-1,), num_draft_tokens=5))]
+    )
+    sampler.prepare(batch)
+    (token,) = sampler(position_logits(1), [at])
+    assert token.token_id == ord("a")
+    assert sampler.forced(at, [ord("a")]) == spelled("t-")
+    assert sampler.forced(at, [ord("x")]) == ()
+    assert sampler.forced(at, [*spelled("at")]) == ()
+    assert sampler.forced(at, []) == ()
+    assert sampler.forced(replace(at, output=None), [ord("a")]) == ()
+
+
 def test_rows_without_a_grammar_are_sampled_as_before(grammars: Grammars) -> None:
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
     free = SamplingRow(SamplingParams(temperature=0), position=0)
@@ -440,7 +498,8 @@ def test_drafts_end_no_text_that_plain_decoding_continues(num_accepted: int, sha
     process = CountedProcess(0.95 * min(0.005, share * 0.04))
     text = GuidedText(cast(GrammarProcess, process), 1)
     for _ in range(1000):
-        job = text.ask(0, (7,), (7, 1, 2, 3, 4, 5), range(-1, 5), share=share)
+        job = text.ask(0, (7,), (7, 1, 2, 3, 4, 5), range(-1, 5), share=share, num_forced=6)
+        assert bool(job.call.num_forced) == (len(job.call.tree_token_ids) > 1)
         for _ in range(0 if len(job.call.tree_token_ids) > 1 else num_accepted):
             text.ask(0, (7,), share=share)
     process.mask_s = 1.0
