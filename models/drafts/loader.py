@@ -19,7 +19,7 @@ from models.blocks.config import (
     text_config,
 )
 from models.checkpoint import Checkpoint, WeightEntry
-from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp
+from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp, small_model
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription, description_digest, kept_bytes, notices_of, with_dtype
 from models.quantized_formats import open_checkpoint
@@ -74,9 +74,16 @@ class DraftDescription:
         return _family(self.raw).read_layers(self.raw, self.target)
 
     @property
-    def num_layers(self) -> int:
-        """Return the number of layers, more than 1 if every step of a chain has its own layer."""
+    def num_chain_layers(self) -> int:
+        """Return the number of layers if every step of a chain has its own, else 1."""
+        if self.is_ordinary:
+            return 1
         return len({spec.layer_id for spec in self.cache_specs(1)})
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Return whether it is a model that also answers alone, with a vocabulary of its own."""
+        return _family(self.raw) is _SMALL
 
     @property
     def weight_bytes(self) -> int:
@@ -208,7 +215,14 @@ _MTP = _DraftArchitecture(
     qwen3_5_mtp.build, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, qwen3_5_mtp.own_name
 )
 _NEXTN = _DraftArchitecture(
-    nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name, nextn.num_shared_keys
+    nextn.build,
+    nextn.capture_layers,
+    nextn.cache_specs,
+    nextn.own_name,
+    nextn.num_shared_keys,
+)
+_SMALL = _DraftArchitecture(
+    small_model.build, small_model.capture_layers, small_model.cache_specs, small_model.own_name
 )
 _FROZEN = _DraftArchitecture(
     _no_layers,
@@ -229,6 +243,7 @@ _FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": _MTP,
     "Qwen3NextForCausalLM": _MTP,
     **dict.fromkeys(nextn.ARCHITECTURES, _NEXTN),
+    **dict.fromkeys(small_model.ARCHITECTURES, _SMALL),
 }
 
 

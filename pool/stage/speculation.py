@@ -32,6 +32,7 @@ from models.loader import ModelDescription
 from models.weights_digest import WeightsDigest
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
+from runtime.model_files.tokenizer_files import token_texts
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,11 @@ class DraftModelPlan(SpeculationPlan):
         if not self.handed:
             return ()
         cache = self.draft.cache_specs(page_size)
-        is_layerwise = self.draft.num_layers > 1
+        is_layerwise = self.draft.num_chain_layers > 1
         first = (
-            self.draft.num_layers if is_layerwise else min(self.config.topk, self.draft.vocab_size)
+            self.draft.num_chain_layers
+            if is_layerwise
+            else min(self.config.topk, self.draft.vocab_size)
         )
         end = [
             CacheSpec(0, CacheKind.TOPK_P, (first,), "float32", 4),
@@ -208,8 +211,10 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
     if config.draft == SUFFIX:
         return SpeculationPlan(flags)
     draft = read_draft(config.draft, target)
-    if draft.num_layers > 1:
-        flags = _layerwise(flags, draft.num_layers)
+    if draft.is_ordinary:
+        _check_vocabulary(config.model, config.draft)
+    if draft.num_chain_layers > 1:
+        flags = _layerwise(flags, draft.num_chain_layers)
     return DraftModelPlan(flags, draft, config.spec_prompt and not draft.is_frozen)
 
 
@@ -229,6 +234,24 @@ def _flags(config: WorkerConfig, draft: Path) -> SpeculationConfig:
             )
         steps = config.spec_draft_tokens
     return SpeculationConfig(draft, config.spec_topk, steps, config.spec_draft_tokens)
+
+
+def _check_vocabulary(model: Path, draft: Path) -> None:
+    """Check that tokens of the model mean the same to the draft.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    own, drafts = token_texts(model), token_texts(draft)
+    other = next(
+        (token for token in sorted(own) if own[token] != drafts.get(token, own[token])), None
+    )
+    if other is not None:
+        raise ConfigError(
+            f"the draft has another tokenizer: token {other} is {drafts[other]!r}, the model's is "
+            f"{own[other]!r}",
+            field="draft",
+        )
 
 
 def _check_window(flags: SpeculationConfig, page_size: int) -> None:

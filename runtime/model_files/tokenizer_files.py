@@ -136,3 +136,27 @@ def tokenizer_digest(model_dir: Path) -> str:
         return ""
     said = {key: value for key, value in read_object(path).items() if key not in _NOT_READ}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def token_texts(model_dir: Path) -> dict[int, str]:
+    """Return the tokens of a tokenizer by id, in its own spelling; none without a tokenizer.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    path = find_tokenizer(model_dir)
+    if path is None:
+        return {}
+    content = read_object(path)
+    model = content.get("model")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    found: dict[int, str] = {}
+    if isinstance(known, dict):
+        found = {token_id: text for text, token_id in known.items() if isinstance(token_id, int)}
+    elif isinstance(known, list):  # pairs of text and score
+        found = {token_id: str(pair[0]) for token_id, pair in enumerate(known) if pair}
+    added = content.get("added_tokens")
+    for each in added if isinstance(added, list) else ():
+        if isinstance(each, dict) and isinstance(each.get("id"), int):
+            found[each["id"]] = str(each.get("content"))
+    return found
