@@ -7,10 +7,11 @@ import pytest
 from bench.planner import COSTS, compare, history_of
 from sim.fleet import FleetConfig, simulate
 
-HISTORIES = 16
+HISTORIES = 10
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_planner_is_as_good_as_the_best_static_split() -> None:
     """In nearly all histories. Where the mix of a load that is near the limit changes within a
     second, requests of the first seconds are late."""

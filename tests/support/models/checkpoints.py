@@ -282,7 +282,7 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     "glm_moe_dsa_pattern": _text(
         "GlmMoeDsaForCausalLM",
         "GlmMoeDsaConfig",
-        **{**_DSA, "num_hidden_layers": 6, "index_topk_pattern": "FSSFSF"},
+        **{**_DSA, "num_hidden_layers": 4, "index_topk_pattern": "FSSF"},
     ),
     "kimi_linear": _text("KimiLinearForCausalLM", "KimiLinearConfig", **_KIMI),
     "qwen3_5_text": _text("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_HYBRID),
