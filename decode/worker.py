@@ -24,7 +24,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.metrics import ReportingScheduler
 from pool.stage.plan import StagePlan
-from pool.stage.speculation import SpeculationPlan
+from pool.stage.speculation_plan import SpeculationPlan
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc

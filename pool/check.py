@@ -20,7 +20,7 @@ from engine.pipeline.ranks import StageRanks
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import StagePlan, plan_stage
 from pool.stage.pool_size import memory_of, resume_notice
-from pool.stage.speculation import DraftModelPlan
+from pool.stage.speculation_plan import DraftModelPlan
 from runtime.config import load
 from runtime.errors import BatonError
 from runtime.gguf.convert import checkpoint_of

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -84,17 +83,13 @@ def _patient(as_grpc: Callable[..., list[tuple[str, Any]]]) -> Callable[..., lis
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
 
 
-class _FewWorkersForClusters(LoadScopeScheduling):  # type: ignore[misc]  # published without types
+class _OneWorkerForClusters(LoadScopeScheduling):  # type: ignore[misc]  # published without types
     """Any worker takes any test, but those that start whole clusters stay on one: two clusters at a
-    time would wait for each other's cores. The long ones stay on two, because nearly all of them
-    start clusters that wait more than they compute."""
+    time would wait for each other's cores."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if not nodeid.startswith(_STARTS_PROCESSES):
-            return nodeid
-        is_long = self.config.option.markexpr == "long"
-        return f"processes {crc32(nodeid.encode()) % 2 if is_long else 0}"
+        return "processes" if nodeid.startswith(_STARTS_PROCESSES) else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    return _FewWorkersForClusters(config, log)
+    return _OneWorkerForClusters(config, log)

@@ -19,7 +19,8 @@ from engine.speculative.replay.round_graphs import RoundGraphs
 from engine.speculative.trees.tree_expander import TreeExpander
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
-from pool.stage.speculation import CapturedDraft, DraftModelPlan
+from pool.stage.speculation import CapturedDraft
+from pool.stage.speculation_plan import DraftModelPlan
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pool.stage.pool_size import (
     resume_notice,
 )
 from pool.stage.settings import stage_settings
-from pool.stage.speculation import (
+from pool.stage.speculation_plan import (
     DraftModelPlan,
     SpeculationPlan,
     check_frozen,

@@ -13,7 +13,7 @@ from engine.pipeline.records import LAYOUT
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.pool_size import PoolSize
-from pool.stage.speculation import SpeculationPlan
+from pool.stage.speculation_plan import SpeculationPlan
 from runtime.model_files.tokenizer_files import tokenizer_digest
 
 ANY = "any"  # no bits are promised

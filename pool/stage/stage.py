@@ -24,7 +24,8 @@ from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.plan import StagePlan
-from pool.stage.speculation import DraftModelPlan, build_drafter, role_drafter
+from pool.stage.speculation import build_drafter, role_drafter
+from pool.stage.speculation_plan import DraftModelPlan
 from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
 from runtime.grammar import Grammars, load_grammars

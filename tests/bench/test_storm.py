@@ -139,7 +139,7 @@ def test_a_storm_with_frequent_kills_refuses_what_it_cannot_serve() -> None:
         "--faults",
         "kill,aborts",
         "--rate",
-        "3",
+        "2",
         "--min-right",
         "0.95",
         timeout_s=800,

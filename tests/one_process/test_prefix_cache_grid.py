@@ -43,7 +43,7 @@ FAMILIES = {
     "dense": "llama",
     "moe": "glm4_moe",
     "hybrid": "qwen3_5_text",
-    "latent": "glm_moe_dsa_pattern",
+    "latent": "glm_moe_dsa_short",
 }
 DRAFTS: dict[str, dict[str, Any]] = {
     "none": {},

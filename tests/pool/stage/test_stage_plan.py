@@ -12,7 +12,7 @@ from models.weights_digest import PoolWeights
 from pool.check import report
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import StagePlan, plan_stage
-from pool.stage.speculation import DraftModelPlan
+from pool.stage.speculation_plan import DraftModelPlan
 from prefill.worker import PrefillRole
 from runtime.errors import ConfigError
 from tests.support.drafts.eagle import save_draft

@@ -282,7 +282,7 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     "glm_moe_dsa_pattern": _text(
         "GlmMoeDsaForCausalLM",
         "GlmMoeDsaConfig",
-        **{**_DSA, "num_hidden_layers": 4, "index_topk_pattern": "FSSF"},
+        **{**_DSA, "num_hidden_layers": 6, "index_topk_pattern": "FSSFSF"},
     ),
     "kimi_linear": _text("KimiLinearForCausalLM", "KimiLinearConfig", **_KIMI),
     "qwen3_5_text": _text("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_HYBRID),
@@ -295,6 +295,14 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 FAMILY_NAMES = tuple(_FAMILIES)
+# Variants of families that are faster.
+_SHORT = {
+    "glm_moe_dsa_short": _text(
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        **{**_DSA, "num_hidden_layers": 4, "index_topk_pattern": "FSSF"},
+    )
+}
 
 
 def make_checkpoint(
@@ -305,7 +313,7 @@ def make_checkpoint(
     path = folder / f"{name}-{str(dtype).split('.')[1]}-{shard_bytes}"
     if not path.exists():
         torch.manual_seed(0)
-        model = _FAMILIES[name]()
+        model = {**_FAMILIES, **_SHORT}[name]()
         spread_weights(model)
         nn.Module.to(model, dtype)
         model.save_pretrained(path, max_shard_size=shard_bytes or "5GB")
