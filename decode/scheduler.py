@@ -292,7 +292,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
 
     @cached_property
     def _steps(self) -> StepBuilder:
-        return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
+        return StepBuilder(self.limits, self.pages, self._num_draft_tokens, self._meter.costs)
 
     def _num_draft_tokens(self, entry: DecodeEntry) -> int | None:
         length = self.draft_length(len(self._turns)) if entry.request.speculates else None

@@ -7,6 +7,7 @@ Belongs to the engine thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from decode.draft_costs import DraftCosts
 from decode.entry import DecodeEntry, DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
@@ -29,6 +30,7 @@ class StepBuilder:
     limits: DecodeLimits
     pages: PageAllocator
     draft_tokens: Callable[[DecodeEntry], int | None]
+    costs: DraftCosts
 
     def next(self, ready: Sequence[DecodeEntry], stepping: Stepping) -> ForwardBatch | None:
         """Build a batch of the entries that are `ready`, or return None if none takes a step.
@@ -169,7 +171,10 @@ class StepBuilder:
         # A tree that is there already is what the request's grammar forces.
         if self.limits.drafts_suffixes and num_drafted and not entry.draft.tree:
             entry.draft.tree = entry.suffixes.propose(
-                entry.request.prompt_token_ids, entry.outputs, num_drafted
+                entry.request.prompt_token_ids,
+                entry.outputs,
+                num_drafted,
+                self.costs.least_probability(),
             )
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
         tree, spec = entry.draft.verify(

@@ -3,9 +3,10 @@
 Belongs to the engine thread.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from decode.draft_costs import DraftCosts
 from decode.entry import DECODING, DecodeEntry, DecodeLimits
 from decode.speculation import VerifiedListener, VerifiedStep
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -26,6 +27,7 @@ class StepMeter:
     limits: DecodeLimits
     clock: Clock
     entries: EntryTable[DecodeEntry]
+    costs: DraftCosts = field(default_factory=DraftCosts)
     _since_s: float = 0.0  # time of the last result, or of the first launch after a pause
 
     @cached_property
@@ -45,10 +47,10 @@ class StepMeter:
     ) -> None:
         """Record how long the batch took, and report what it verified."""
         if self.limits.speculates and batch.mode in DECODING and result.error is None:
-            on_verified(
-                VerifiedStep.of(batch, result, self._may_draft, self.clock.now() - self._since_s),
-                num_running,
-            )
+            seconds = self.clock.now() - self._since_s
+            step = VerifiedStep.of(batch, result, self._may_draft, seconds)
+            self.costs.observe(step, num_running)
+            on_verified(step, num_running)
         self._note_pace(batch, num_running)
         self._since_s = self.clock.now()
 

@@ -1,19 +1,19 @@
 """Drafts without a draft model: what followed the same tokens earlier in the request's own text.
 
 The longest match of the newest tokens is found, and its continuations vote for each next token. The
-chain ends where it would probably be rejected. The probability is measured for each request, by the
-length of the match: text that repeats itself is drafted far ahead, other text is not drafted.
+chain ends where a token is too likely to be rejected for what it costs. The probability is measured
+for each request, by the length of the match: text that repeats itself is drafted far ahead, other
+text is not drafted.
 Only the request's own tokens are used, so no timing shows another request's text.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from decode.draft_costs import UNKNOWN_PROBABILITY
 from decode.suffix_index import MAX_MATCH, Occurrences, SuffixIndex
 from engine.core.draft_trees import NO_TREE, TokenTree
 
-# The least probability of acceptance that is worth a token in a step's batch.
-MIN_PROBABILITY = 0.35
 # A match is in the class of the first limit that it does not exceed.
 MATCH_CLASSES = (2, 3, 5, 8, MAX_MATCH)
 FIRST_GUESSES = (0.4, 0.5, 0.6, 0.7, 0.8)  # accepted tokens per drafted one, before a measurement
@@ -41,10 +41,17 @@ class SuffixDraft:
     _accepted: list[float] = field(default_factory=lambda: list(FIRST_GUESSES))
     _last: _Guess | None = None
 
-    def propose(self, prompt: Sequence[int], outputs: Sequence[int], max_nodes: int) -> TokenTree:
+    def propose(
+        self,
+        prompt: Sequence[int],
+        outputs: Sequence[int],
+        max_nodes: int,
+        least_probability: float = UNKNOWN_PROBABILITY,
+    ) -> TokenTree:
         """Return a chain of at most `max_nodes` tokens to follow prompt and outputs.
 
-        Both may only have grown since the last call.
+        Its tokens are accepted with at least this probability, as far as is known. Prompt and
+        outputs may only have grown since the last call.
         """
         known = len(self._index)
         self._index.extend([*prompt[known:], *outputs[max(0, known - len(prompt)) :]])
@@ -53,11 +60,13 @@ class SuffixDraft:
         if not found.ends or not max_nodes:
             self._last = None
             return NO_TREE
-        chain, num_worthwhile = self._chain(found, max_nodes)
+        chain, num_worthwhile = self._chain(found, max_nodes, least_probability)
         self._last = _Guess(len(self._index), found.length, chain)
         return TokenTree(chain, tuple(range(-1, len(chain) - 1))).first(num_worthwhile)
 
-    def _chain(self, found: Occurrences, max_nodes: int) -> tuple[tuple[int, ...], int]:
+    def _chain(
+        self, found: Occurrences, max_nodes: int, least_probability: float
+    ) -> tuple[tuple[int, ...], int]:
         """Return the continuation with most votes, and how many of its tokens are worthwhile.
 
         The first token is always in the chain, so that a chance that rises is noticed.
@@ -71,7 +80,7 @@ class SuffixDraft:
             count = followers.count(token_id)
             chain.append(token_id)
             probability *= self._accepted[_class_of(found.length + depth)] * count / len(ends)
-            if probability < MIN_PROBABILITY:
+            if probability < least_probability:
                 return tuple(chain), depth
             if count < len(ends):
                 ends = tuple(

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from decode.suffix_draft import FIRST_GUESSES, MIN_PROBABILITY, SuffixDraft
+from decode.draft_costs import UNKNOWN_PROBABILITY
+from decode.suffix_draft import FIRST_GUESSES, SuffixDraft
 from engine.core.draft_trees import NO_TREE, TokenTree
 
 MANY = 16
@@ -55,7 +56,7 @@ def test_a_chain_ends_where_it_would_probably_be_rejected() -> None:
     probability, length = 1.0, 0
     for guess in (FIRST_GUESSES[0], FIRST_GUESSES[1], FIRST_GUESSES[2]):
         probability *= guess
-        length += probability >= MIN_PROBABILITY
+        length += probability >= UNKNOWN_PROBABILITY
     assert len(SuffixDraft().propose(text, [], MANY)) == length
     # The match of two tokens grows, and with it the chance of each further one.
     assert len(SuffixDraft().propose([*range(40), 77, *range(20)], [], MANY)) > 2
@@ -92,3 +93,11 @@ def test_a_text_that_repeats_again_is_drafted_again() -> None:
     lengths = passes(draft, [*prompt, *breaking], loop)
     assert lengths[-2] == 5
     assert len(lengths) < len(loop) / 4
+
+
+def test_a_token_that_costs_more_has_to_be_surer() -> None:
+    text = [*range(40), 77, *range(20)]
+    lengths = [
+        len(SuffixDraft().propose(text, [], MANY, least)) for least in (0.05, 0.5, 0.79, 0.98)
+    ]
+    assert lengths == [13, 3, 1, 0]
