@@ -53,7 +53,7 @@ def check(
     ] = None,
     partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5", or balanced.')] = "",
     weights: Annotated[str, typer.Option(help="model, or int8: eight bits a weight.")] = "model",
-    draft: Annotated[Path | None, typer.Option(help="Draft model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model, or suffix.")] = None,
     memory_mb: Annotated[
         int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")
     ] = None,
