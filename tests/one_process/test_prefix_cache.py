@@ -120,8 +120,8 @@ def answers_of(checkpoint: Path, requests: Sequence[Request]) -> dict[str, Shown
         ("llama", torch.bfloat16, 2, 1),
         ("qwen3_moe", torch.float32, 1, 2),
         ("deepseek_v3", torch.float32, 3, 1),
-        ("glm_moe_dsa_pattern", torch.float32, 2, 2),
-        ("glm_moe_dsa_pattern", torch.bfloat16, 1, 1),
+        ("glm_moe_dsa_short", torch.float32, 2, 2),
+        ("glm_moe_dsa_short", torch.bfloat16, 1, 1),
         ("qwen3_5_text", torch.float32, 1, 1),
         ("qwen3_5_text", torch.bfloat16, 2, 3),
         ("kimi_linear", torch.bfloat16, 3, 1),
@@ -188,7 +188,7 @@ async def converse(
 
 @pytest.mark.parametrize(
     ("family", "decode_pp", "found"),
-    [("glm_moe_dsa_pattern", 2, [0, 176, 240, 288]), ("qwen3_5_text", 2, [0, 144, 192, 240])],
+    [("glm_moe_dsa_short", 2, [0, 176, 240, 288]), ("qwen3_5_text", 2, [0, 144, 192, 240])],
 )
 async def test_an_output_is_cached_for_the_next_turn(
     tmp_path_factory: pytest.TempPathFactory,
@@ -212,7 +212,7 @@ async def test_an_output_is_cached_for_the_next_turn(
         assert await converse(client, Reference(checkpoint), of_decode(tmp_path)) == found
 
 
-@pytest.mark.parametrize(("family", "decode_pp"), [("llama", 1), ("glm_moe_dsa_pattern", 2)])
+@pytest.mark.parametrize(("family", "decode_pp"), [("llama", 1), ("glm_moe_dsa_short", 2)])
 async def test_a_pool_that_has_nearly_all_computes_the_rest(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, family: str, decode_pp: int
 ) -> None:
@@ -276,7 +276,7 @@ async def test_an_operator_empties_the_cache(tmp_path_factory: pytest.TempPathFa
 async def test_with_a_draft_that_reads_prompts(tmp_path: Path) -> None:
     """Drafts on both sides, layers that share their selected keys."""
     checkpoint = add_nextn(
-        make_checkpoint(tmp_path, "glm_moe_dsa_pattern"),
+        make_checkpoint(tmp_path, "glm_moe_dsa_short"),
         tmp_path / "model",
         index_share_for_mtp_iteration=True,
     )
