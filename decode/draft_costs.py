@@ -33,22 +33,12 @@ class _StepTimes:
     def add(self, drafted: int, seconds: float, requests: int) -> None:
         if self.steps >= MIN_STEPS and seconds * self.steps > OUTLIER * self.seconds:
             return
-        new = (1.0, drafted, seconds, drafted**2, drafted * seconds, requests)
-        self.steps, self.drafted, self.seconds, self.squares, self.products, self.requests = (
-            MEMORY * old + value
-            for old, value in zip(
-                (
-                    self.steps,
-                    self.drafted,
-                    self.seconds,
-                    self.squares,
-                    self.products,
-                    self.requests,
-                ),
-                new,
-                strict=True,
-            )
-        )
+        self.steps = MEMORY * self.steps + 1
+        self.drafted = MEMORY * self.drafted + drafted
+        self.seconds = MEMORY * self.seconds + seconds
+        self.squares = MEMORY * self.squares + drafted**2
+        self.products = MEMORY * self.products + drafted * seconds
+        self.requests = MEMORY * self.requests + requests
 
     def probability(self) -> float:
         """Return b R / a; `UNKNOWN_PROBABILITY` if the steps do not tell a and b."""

@@ -181,7 +181,7 @@ class StepBuilder:
             entry.computed,
             max_nodes=max_nodes,
             max_depth=num_left - 1,
-            num_draft_tokens=self.draft_tokens(entry),
+            num_draft_tokens=num_drafted,
             scratch=entry.scratch_id,
         )
         newest = entry.tokens(entry.computed, entry.num_tokens)

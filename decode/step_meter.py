@@ -49,7 +49,8 @@ class StepMeter:
         if self.limits.speculates and batch.mode in DECODING and result.error is None:
             seconds = self.clock.now() - self._since_s
             step = VerifiedStep.of(batch, result, self._may_draft, seconds)
-            self.costs.observe(step, num_running)
+            if self.limits.drafts_suffixes:
+                self.costs.observe(step, num_running)
             on_verified(step, num_running)
         self._note_pace(batch, num_running)
         self._since_s = self.clock.now()

@@ -3,8 +3,8 @@
 The longest match of the newest tokens is found, and its continuations vote for each next token. The
 chain ends where a token is too likely to be rejected for what it costs. The probability is measured
 for each request, by the length of the match: text that repeats itself is drafted far ahead, other
-text is not drafted.
-Only the request's own tokens are used, so no timing shows another request's text.
+text is not drafted. Only the request's own tokens are used, so no timing shows another request's
+text.
 """
 
 from collections.abc import Sequence

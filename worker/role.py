@@ -88,8 +88,7 @@ class AggregatedRole:
         prompts = replace(
             prefill_limits(config, plan),
             num_draft_tokens=max(plan.num_draft_tokens, 1),
-            caches_drafts=not plan.has_draft_model
-            or (plan.speculation is not None and plan.speculation.handed),
+            caches_drafts=plan.speculation is None or plan.speculation.handed,
         )
         running = decode_limits(config, plan)
         adaptive = adaptive_draft(config, plan)
