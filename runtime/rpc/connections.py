@@ -15,7 +15,6 @@ import logging
 import os
 import resource
 import socket
-import stat
 import threading
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
+from runtime.process.sockets import open_sockets
 from runtime.security.access import network_of
 
 logger = logging.getLogger(__name__)
@@ -117,12 +117,15 @@ class ConnectionWatch:
     def _run(self) -> None:
         pause_s = LOOK_S
         while not self._is_over.wait(pause_s):
-            is_busy = self.look() or len(self._connections) > self._limits.kept // 2
+            is_busy = self.look(pause_s / 2) or len(self._connections) > self._limits.kept // 2
             pause_s = BUSY_LOOK_S if is_busy else LOOK_S
 
-    def look(self) -> int:
-        """Close the excess connections and return their number."""
-        self._find()
+    def look(self, max_age_s: float = 0.0) -> int:
+        """Close the excess connections and return their number.
+
+        The list of sockets may be `max_age_s` seconds old.
+        """
+        self._find(max_age_s)
         excess = _excess(
             [
                 (inode, each.peer)
@@ -149,21 +152,14 @@ class ConnectionWatch:
             self._num_closed = 0
         return len(excess)
 
-    def _find(self) -> None:
+    def _find(self, max_age_s: float) -> None:
         """Update the table of open connections."""
         known = self._connections
         self._connections = {}
         others = self._others
         self._others = set()
         found: dict[int, _Connection] = {}
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                status = os.fstat(fd := int(name))
-            except OSError:
-                continue  # closed meanwhile, as is always the descriptor of the listing itself
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            inode = status.st_ino
+        for fd, inode in open_sockets(max_age_s).items():
             if inode in known:
                 known[inode].fd = fd
                 found[inode] = known[inode]

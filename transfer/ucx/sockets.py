@@ -10,12 +10,14 @@ than the limit loses its connections too.
 
 import os
 import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from runtime.process.sockets import open_sockets
+
 UNACKNOWLEDGED_S = 5.0
-_FOLDER = "/proc/self/fd"
+# maximum age of the list in which new connections are found
+LISTED_S = 1.0
 
 
 class SocketLimits:
@@ -30,14 +32,14 @@ class SocketLimits:
 
     def __init__(self) -> None:
         self._ports: set[int] = set()
-        self._seen: dict[int, str] = {}  # descriptor to socket
+        self._seen: Mapping[int, int] = {}  # descriptor to inode
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record the ports that are opened in the block as the worker's."""
-        before = _sockets()
+        before = open_sockets()
         yield
-        for descriptor in _new(before, _sockets()):
+        for descriptor in _new(before, open_sockets()):
             with suppress(OSError), _tcp(descriptor) as found:
                 if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     self._ports.add(found.getsockname()[1])
@@ -49,9 +51,9 @@ class SocketLimits:
         A connection of another thread may be among them, which is rare and harmless. Raises OSError
         without a free descriptor.
         """
-        before = _sockets()
+        before = open_sockets()
         yield
-        for descriptor in _new(before, _sockets()):
+        for descriptor in _new(before, open_sockets()):
             with suppress(OSError), _tcp(descriptor) as found:
                 _limit(found)
 
@@ -61,7 +63,7 @@ class SocketLimits:
         Without a free descriptor for the check, the next call finds them.
         """
         try:
-            found = _sockets()
+            found = open_sockets(LISTED_S)
         except OSError:
             return
         for descriptor in _new(self._seen, found):
@@ -71,22 +73,8 @@ class SocketLimits:
         self._seen = found
 
 
-def _sockets() -> dict[int, str]:
-    """Return the open sockets of this process by descriptor.
-
-    Raises OSError without a free descriptor for the check.
-    """
-    found: dict[int, str] = {}
-    for name in os.listdir(_FOLDER) if sys.platform == "linux" else ():
-        with suppress(OSError):  # closed meanwhile
-            target = os.readlink(f"{_FOLDER}/{name}")
-            if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
-
-
-def _new(before: dict[int, str], after: dict[int, str]) -> list[int]:
-    return [descriptor for descriptor, target in after.items() if before.get(descriptor) != target]
+def _new(before: Mapping[int, int], after: Mapping[int, int]) -> list[int]:
+    return [descriptor for descriptor, inode in after.items() if before.get(descriptor) != inode]
 
 
 @contextmanager
