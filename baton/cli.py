@@ -17,7 +17,7 @@ from rich.console import Console
 from baton.chat_options import TemplateArguments, Tools, read_options
 from baton.client import BatonClient
 from baton.command_line import AsJson, TargetOption, Timeout, one_line_errors, targets_of
-from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
+from baton.connection import ConnectionFlags, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
 from baton.conversation import converse
 from baton.demo import DemoTask, run_demo
 from baton.generate_command import print_text
@@ -139,9 +139,11 @@ def convert(
 def generate(context: typer.Context, given: Flags) -> None:
     """Continue a prompt, or respond to it with --chat. Streams the text."""
     options = GenerateOptions.of(given)
-    with one_line_errors(options.target, tls_ca=options.tls_ca, token_file=options.token_file):
+    with one_line_errors(options.target, options.connection()):
         query = options.query()
-        with BatonClient(*targets_of(options.target), security=options.security()) as client:
+        with BatonClient(
+            *targets_of(options.target), security=options.connection().security()
+        ) as client:
             events = client.generate(query, timeout_s=options.timeout)
             if options.as_json:
                 for event in events:
@@ -170,12 +172,10 @@ def chat(
     token_file: TokenFile = None,
 ) -> None:
     """Chat with the model; each turn sends the whole conversation. End with Ctrl-D."""
+    connection = ConnectionFlags(tls_ca, tls_cert, tls_key, tls_name, token_file)
     with (
-        one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
-        BatonClient(
-            *targets_of(target),
-            security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file),
-        ) as client,
+        one_line_errors(target, connection),
+        BatonClient(*targets_of(target), security=connection.security()) as client,
     ):
         converse(
             client,
@@ -201,9 +201,9 @@ def status(
     token_file: TokenFile = None,
 ) -> None:
     """Show workers, pools, pages and sessions. Exit code 1 unless every worker serves."""
-    with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
-        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        with BatonClient(*targets_of(target), security=security) as client:
+    connection = ConnectionFlags(tls_ca, tls_cert, tls_key, tls_name, token_file)
+    with one_line_errors(target, connection):
+        with BatonClient(*targets_of(target), security=connection.security()) as client:
             if watch and as_json:
                 return watch_json(client)
             if watch:
@@ -229,10 +229,12 @@ def flush(
 ) -> None:
     """Empty the prefix caches of all workers. With TLS, only an operator may do so. Exit code 1
     unless every worker did."""
-    with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
-        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        with BatonClient(*targets_of(target), security=security) as client:
-            flushed = client.flush_caches()
+    connection = ConnectionFlags(tls_ca, tls_cert, tls_key, tls_name, token_file)
+    with (
+        one_line_errors(target, connection),
+        BatonClient(*targets_of(target), security=connection.security()) as client,
+    ):
+        flushed = client.flush_caches()
     for each in flushed:
         text = f"{each.role} {each.address}: {each.error or f'{each.pages} pages'}"
         print(json.dumps(asdict(each)) if as_json else text)
@@ -253,9 +255,9 @@ def switch_roles(
 ) -> None:
     """Switch the roles of a worker that can prefill and decode. Requests that run go on. With TLS,
     only an operator may do so."""
-    with one_line_errors([worker], tls_ca=tls_ca, token_file=token_file):
-        security = connection(tls_ca, tls_cert, tls_key, "", token_file)
-        now = asyncio.run(set_roles(worker, roles.split(","), security))
+    connection = ConnectionFlags(tls_ca, tls_cert, tls_key, token_file=token_file)
+    with one_line_errors([worker], connection):
+        now = asyncio.run(set_roles(worker, roles.split(","), connection.security()))
     print(f"{worker} serves {' and '.join(now)}")
 
 
@@ -268,11 +270,13 @@ def load(context: typer.Context, given: Flags) -> None:
     console = Console(stderr=True, highlight=False)
 
     async def run(spec: LoadSpec) -> dict[str, object]:
-        async with connect(spec.api, targets_of(options.target), options.security()) as client:
+        async with connect(
+            spec.api, targets_of(options.target), options.connection().security()
+        ) as client:
             figures, _ = await measure(client, spec, console)
             return figures
 
-    with one_line_errors(options.target, tls_ca=options.tls_ca, token_file=options.token_file):
+    with one_line_errors(options.target, options.connection()):
         if options.plot is not None:
             check_can_plot(options.plot)
         figures = asyncio.run(run(options.spec()))

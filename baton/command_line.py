@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Self
 
 import typer
 
 from baton.client import DEFAULT_TARGET
-from baton.connection import advice
+from baton.connection import ConnectionFlags
 from baton.finite import finite
 from runtime.config import MAX_WAIT_S, Config
 from runtime.config_flags import Flags
@@ -61,7 +60,7 @@ def targets_of(given: list[str] | None) -> tuple[str, ...]:
 
 @contextmanager
 def one_line_errors(
-    target: list[str] | None = None, *, tls_ca: Path | None = None, token_file: Path | None = None
+    target: list[str] | None = None, connection: ConnectionFlags | None = None
 ) -> Iterator[None]:
     """Exit with one line about a failure.
 
@@ -71,8 +70,8 @@ def one_line_errors(
         with reporting_full_disk():
             yield
     except BatonError as error:
-        flags = advice(error, target or [DEFAULT_TARGET], tls_ca=tls_ca, token_file=token_file)
-        report_end(f"baton: {error}{flags}")
+        advice = connection.advice(error, target or [DEFAULT_TARGET]) if connection else ""
+        report_end(f"baton: {error}{advice}")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

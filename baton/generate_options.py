@@ -7,10 +7,9 @@ import typer
 
 from baton.chat_options import Messages, TemplateArguments, Tools, read_options
 from baton.command_line import AsJson, CommandOptions, TargetOption, Timeout
-from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
+from baton.connection import ConnectionFlags, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
 from baton.generate_command import prompt_of, structured_output_of
 from baton.values import Query, Sampling, Stop
-from runtime.security.access import ChannelSecurity
 
 
 class GenerateOptions(CommandOptions):
@@ -93,13 +92,11 @@ class GenerateOptions(CommandOptions):
     tls_name: TlsName = ""
     token_file: TokenFile = None
 
-    def security(self) -> ChannelSecurity:
-        """Return the security settings of the connection.
-
-        Raises:
-            ConfigError: a flag is missing, or its file cannot be used; names the flag.
-        """
-        return connection(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
+    def connection(self) -> ConnectionFlags:
+        """Return the flags that select credentials."""
+        return ConnectionFlags(
+            self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file
+        )
 
     def query(self) -> Query:
         """Return the query to send; read its prompt, tools and schema.

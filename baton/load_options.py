@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 from baton.command_line import AsJson, CommandOptions, TargetOption
-from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
+from baton.connection import ConnectionFlags, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
 from baton.finite import finite
 from baton.load import Slo
 from baton.load_command import DEFAULT_COUNT, Api, LoadSpec
 from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
 from runtime.config import MAX_WAIT_S
-from runtime.security.access import ChannelSecurity
 
 _LENGTH_HELP = "Prompt lengths: 192, uniform:96-288, normal:192,48 or exponential:192."
 
@@ -97,13 +96,11 @@ class LoadOptions(CommandOptions):
     tls_name: TlsName = ""
     token_file: TokenFile = None
 
-    def security(self) -> ChannelSecurity:
-        """Return the security settings of the connection.
-
-        Raises:
-            ConfigError: a flag is missing, or its file cannot be used; names the flag.
-        """
-        return connection(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
+    def connection(self) -> ConnectionFlags:
+        """Return the flags that select credentials."""
+        return ConnectionFlags(
+            self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file
+        )
 
     def spec(self) -> LoadSpec:
         """Return the run to measure, with a new seed if none was given.

@@ -15,7 +15,7 @@ from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, ClusterSettings, demo_model
 from baton.command_line import one_line_errors
-from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
+from baton.connection import ConnectionFlags, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
 from baton.first_question import FirstQuestion
 from baton.fork_server import ForkServer
 from baton.gguf_models import local_checkpoint
@@ -109,9 +109,9 @@ class UpConfig(ClusterSettings):
             fork_server=fork_server,
             http_keys=http_keys,
             client_flags=self._flags("tls_ca", "tls_cert", "tls_key", "tls_name", "token_file"),
-            security=connection(
+            security=ConnectionFlags(
                 self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file
-            ),
+            ).security(),
         )
 
     def _flags(self, *names: str) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from types import MappingProxyType
 import pytest
 
 from runtime.security.access import ServerSecurity
-from runtime.security.certificates import CertificateStore
+from runtime.security.certificates import CertificateStore, TlsFiles
 from runtime.security.tokens import TokenList
 from runtime.version import VERSION
-from tests.support.network.authority import Authority
+from tests.support.network.authority import DAY, Authority
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 
@@ -474,6 +474,39 @@ async def test_a_secured_server_is_reached_with_flags_or_variables(tmp_path: Pat
             command, *(["one"] if command == "generate" else []), "--target", address
         )
         assert done.stderr.endswith(f"; {address} uses TLS: pass --tls-ca FILE (or BATON_TLS_CA)\n")
+    await server.drain(grace_s=0)
+
+
+async def test_a_failed_handshake_names_its_check(tmp_path: Path) -> None:
+    """The router's certificate is of another authority or name, or the client's is missing, of
+    another authority or expired."""
+    authority, stranger = Authority(), Authority("another authority")
+    security = ServerSecurity(authority.store(tmp_path / "server", "router"))
+    server, address = await serve_echo(EchoGeneration(), security=security)
+    own = authority.files(tmp_path / "client", "client")
+    foreign = stranger.files(tmp_path / "foreign", "client")
+    expired = authority.files(tmp_path / "expired", "client", lifetime=(-2 * DAY, -DAY))
+
+    async def reason(*flags: object) -> str:
+        done = await baton("status", "--target", address, *map(str, flags))
+        assert done.returncode == 1
+        return done.stderr.rpartition("; ")[2].strip()
+
+    def presented(files: TlsFiles) -> tuple[object, ...]:
+        return ("--tls-cert", files.cert, "--tls-key", files.key)
+
+    refused = f"the certificate of {address} was not accepted: "
+    assert (await reason("--tls-ca", foreign.ca, *presented(own))).startswith(refused)
+    wrong_name = await reason("--tls-ca", own.ca, *presented(own), "--tls-name", "prefill")
+    assert wrong_name.startswith(f"{refused}Hostname mismatch")
+    assert await reason("--tls-ca", own.ca) == (
+        f"{address} accepts only clients with a certificate: pass --tls-cert FILE and "
+        "--tls-key FILE (or BATON_TLS_CERT, BATON_TLS_KEY)"
+    )
+    for files in (foreign, expired):
+        assert (await reason("--tls-ca", own.ca, *presented(files))).startswith(
+            f"{address} did not accept this client's certificate: "
+        )
     await server.drain(grace_s=0)
 
 
