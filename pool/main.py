@@ -13,7 +13,7 @@ from runtime.config_flags import Flags, flags_of
 from runtime.errors import ConfigError
 from runtime.observe.log import report_end
 from runtime.process.host_memory import is_out_of_memory, memory_left
-from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
+from runtime.process.supervision import EXIT_CONFIG
 
 ENVIRONMENT_HELP = (
     "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are used when the flags are absent."
@@ -69,7 +69,7 @@ def _started(role_name: str, start: Callable[[], int]) -> int:
         if not is_out_of_memory(error):
             raise
         report_end(f"{role_name}: out of memory before it could load anything; {memory_left()}")
-        return EXIT_FAILED
+        return EXIT_CONFIG
 
 
 def _checked(

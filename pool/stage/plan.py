@@ -28,7 +28,7 @@ from pool.stage.speculation_plan import (
     plan_speculation,
 )
 from runtime.digests import Compatibility
-from runtime.errors import CapacityError, ConfigError
+from runtime.errors import ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES
 from runtime.process.host_memory import MIB, is_out_of_memory, memory_left
 from transfer.plan.compatibility import compatibility
@@ -270,7 +270,7 @@ def _layers_of_stages(
 
 @contextmanager
 def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
-    """Raise CapacityError with the memory figures if memory runs out while the stage loads."""
+    """Raise ConfigError with the memory figures if memory runs out while the stage loads."""
     try:
         yield
     except Exception as error:
@@ -281,11 +281,11 @@ def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
         free = (
             memory_left() if config.device == HOST.type else f"device {config.device} has no more"
         )
-        raise CapacityError(
+        raise ConfigError(
             f"out of memory while loading {weights / MIB:.0f} MiB of weights and allocating "
             f"{describe_pools(plan.geometry)}; {free}: a smaller --memory-mb or --max-running, or more "
             f"stages, take less",
-            resource="memory",
+            field="memory_mb",
         ) from error
 
 

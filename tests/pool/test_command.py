@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
 from runtime.config import load
-from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
+from runtime.process.supervision import EXIT_CONFIG
 
 DEMO = Path(__file__).parents[2] / "demo"
 DECODE = worker_command("decode", lambda flags, file: 0)
@@ -138,7 +138,7 @@ def test_a_failed_import_for_lack_of_memory_is_one_line(error: Exception) -> Non
         raise error
 
     done = CliRunner().invoke(worker_command("decode", start), ["--model", "x"])
-    assert done.exit_code == EXIT_FAILED
+    assert done.exit_code == EXIT_CONFIG
     assert re.fullmatch(
         r"decode: out of memory before it could load anything; \d+ of \d+ MiB are free.*\n",
         done.stderr,

@@ -10,7 +10,8 @@ import torch
 
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import naming_memory, plan_stage
-from runtime.errors import CapacityError
+from runtime.errors import ConfigError
+from runtime.process.supervision import EXIT_CONFIG
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 LIMIT_BYTES = 2 << 30  # a process that loads nothing takes half of it
@@ -20,7 +21,7 @@ def test_a_failed_allocation_while_loading_names_the_total_memory() -> None:
     config = WorkerConfig(model=DEMO, num_pages=100)
     with (
         pytest.raises(
-            CapacityError,
+            ConfigError,
             match=r"^out of memory while loading \d+ MiB of weights and allocating "
             r"layers 0-8, 99 pages of 64 .* MiB are free: a smaller --memory-mb or ",
         ),
@@ -58,7 +59,7 @@ def test_a_worker_without_memory_for_its_cache_ends_with_one_line() -> None:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES)),
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == EXIT_CONFIG, done.stderr
     assert done.stderr.startswith(
         "decode: out of memory while loading 4 MiB of weights and allocating "
     )
