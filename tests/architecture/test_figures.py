@@ -123,6 +123,16 @@ LINE, TIMES = "router/request/waiting_line.py", "router/request/service_times.py
 SECURITY, API, CLIENT = "docs/security.md", "docs/api.md", "docs/client.md"
 OPERATIONS, MODELS, PREFIX = "docs/operations.md", "docs/models.md", "docs/prefix-cache.md"
 STATED = [
+    Stated(
+        OPERATIONS,
+        "the messages that carry requests, now {} |",
+        ("runtime/version.py:WIRE_VERSION",),
+    ),
+    Stated(
+        OPERATIONS,
+        "schema version of the handoff, now {}, the weights",
+        ("transfer/plan/compatibility.py:SCHEMA_VERSION",),
+    ),
     Stated(SECURITY, "costs one window of {} KiB", (f"{SERVER}:WINDOW_BYTES",), KIB),
     Stated(
         SECURITY, "`max_message_bytes` ({} MiB)", (f"{ROUTER}:RouterConfig.max_message_bytes",), MIB
