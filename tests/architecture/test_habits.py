@@ -234,6 +234,7 @@ def test_no_test_is_skipped() -> None:
         "tests.gpu.conftest",
         "tests.bench.test_storm",
         "tests.cluster.test_moving",
+        "tests.guides.test_lm_eval",
         "tests.guides.test_typescript",
         "tests.support.texts.published",
     )
