@@ -15,7 +15,7 @@ from runtime.observe.log import LogStyle, message_of, styled_line
 from runtime.process.announce import Announcement, read_announcement
 from runtime.process.child_process import ALL_CORES
 from runtime.process.host_memory import num_oom_kills
-from runtime.process.start_progress import kernel_progress
+from runtime.process.start_progress import start_progress
 from runtime.process.supervision import EXIT_CONFIG
 
 # Called with the name of the process and one line of its output.
@@ -73,7 +73,7 @@ class RoleProcess:
         self._log_style = log_style  # of the lines about the process
         self._until_serving = until_serving
         self._has_served = False  # since its last start
-        self._kernels = ""  # progress of compiling kernels
+        self._progress = ""  # as its log lines report it
         self._child: Child | None = None
         self._announcement: Announcement | None = None
         self._tail: deque[str] = deque(maxlen=20)
@@ -95,7 +95,7 @@ class RoleProcess:
         """Return the state of the current run in one or two words."""
         if self._has_served:
             return "serves"
-        return "warms up" if self.spec.announce.exists() else self._kernels or "loads"
+        return "warms up" if self.spec.announce.exists() else self._progress or "loads"
 
     @property
     def has_served(self) -> bool:
@@ -225,7 +225,7 @@ class RoleProcess:
         if self._stopping:  # stopped while the child was being created
             self.kill()
         self._has_served = False
-        self._kernels = ""
+        self._progress = ""
         watching = asyncio.create_task(self._watch_until_serving())
         try:
             assert self._child.stdout is not None
@@ -269,7 +269,7 @@ class RoleProcess:
                 return
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
-            self._kernels = kernel_progress(text) or self._kernels
+            self._progress = start_progress(text) or self._progress
             # Show the last line of a process once: before `settle` it is in the error of `run`.
             if self._settled or not message_of(text).startswith(self._own_prefix):
                 self._sink(self.spec.name, text)

@@ -1,7 +1,8 @@
 """One stage's part of a checkpoint: its tensors, by name without the model's prefix."""
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ _NOT_OURS = re.compile(
     r"^(model\.)?(mtp|visual|vision_(tower|model)|multi_modal_projector|audio_tower|"
     r"embed_(vision|audio))\.|\.rotary_emb\.inv_freq$"
 )
+REPORT_S = 2.0  # between two progress reports
+Report = Callable[[int, int], None]
 LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 _NOTHING = torch.empty(0)
 
@@ -34,9 +37,19 @@ class CheckpointPart:
         spec: DecoderSpec,
         layers: LayerRange,
         digest: WeightsDigest | None,
+        report: Report | None = None,
     ) -> None:
+        """Create the part.
+
+        `report` is called every `REPORT_S` seconds of reading with the bytes of files that were read
+        and their total.
+        """
         self._entries = stage_entries(checkpoint, spec, layers)
         self._digest = digest
+        self._report = report
+        self._total_bytes = sum(map(_stored_bytes, self._entries.values()))
+        self._read_bytes = 0
+        self._reported_s = time.monotonic()
         self._taken: set[str] = set()
         self._missing: set[str] = set()
         self._misshapen: set[str] = set()
@@ -57,6 +70,7 @@ class CheckpointPart:
         read_tensor(
             entry, out, name=name, digest=self._digest, item=None if item is None else item[0]
         )
+        self._count(entry, is_item=item is not None)
 
     def read_rows(
         self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None
@@ -74,6 +88,7 @@ class CheckpointPart:
             self._misshapen.add(f"{name} is {list(entry.shape)}, the config says {expected}")
             return
         read_rows(entry, out, rows, columns, name=name, digest=self._digest)
+        self._count(entry)
 
     def row_scales(self, name: str, *, item: int | None = None) -> Tensor | None:
         """Implement `WeightSource.row_scales`."""
@@ -87,6 +102,18 @@ class CheckpointPart:
             return
         self._taken.add(name)
         read_rows(entry, _NOTHING, (), None, name=name, digest=self._digest, item=item)
+        self._count(entry, is_item=item is not None)
+
+    def _count(self, entry: WeightEntry, *, is_item: bool = False) -> None:
+        """Count a read tensor, or an entry of a stack, and report if it is time."""
+        if self._report is None:
+            return
+        self._read_bytes += _stored_bytes(entry) // (entry.shape[0] if is_item else 1)
+        now = time.monotonic()
+        if now - self._reported_s >= REPORT_S:
+            self._reported_s = now
+            # A tensor of two parts, such as a tied embedding, is read twice.
+            self._report(min(self._read_bytes, self._total_bytes), self._total_bytes)
 
     def finish(self) -> None:
         """Check that everything fitted.
@@ -109,6 +136,10 @@ class CheckpointPart:
                 "the checkpoint's tensors do not fit its config; " + "; ".join(complaints),
                 field="model",
             )
+
+
+def _stored_bytes(entry: WeightEntry) -> int:
+    return sum(each.num_bytes for each in entry.stored)
 
 
 def stage_entries(

@@ -32,7 +32,7 @@ from models.blocks.config import (
 from models.blocks.spec import DecoderSpec
 from models.blocks.weights import PartSource, RandomWeights, Weights
 from models.checkpoint import Checkpoint, WeightEntry, same_content
-from models.checkpoint_part import LAYER_NAME, CheckpointPart, stage_entries, target_entry
+from models.checkpoint_part import LAYER_NAME, CheckpointPart, Report, stage_entries, target_entry
 from models.decoder import EMBEDDING, HEAD, DecoderStage
 from models.quantized_formats import open_checkpoint
 from models.registry import read_decoder
@@ -171,12 +171,14 @@ class ModelDescription:
         device: torch.device = HOST,
         digest: WeightsDigest | None = None,
         ranks: RanksOfStage | None = None,
+        report: Report | None = None,
     ) -> DecoderStage:
         """Build one stage, or this rank's part of it, with its own weights on `device`.
 
         `ranks` are those of the stage, if it has several. Then this description must be that of the
         rank (`of_rank`). `capture_layers` are global ids of layers whose outputs travel in
-        `StageOutput.aux_hidden`. `digest` gets every byte that is read.
+        `StageOutput.aux_hidden`. `digest` gets every byte that is read, and `report` regularly their number and the
+        total.
 
         Raises:
             ConfigError: tensors are missing, unexpected, of the wrong shape or of an unsupported
@@ -203,7 +205,7 @@ class ModelDescription:
                 capture_layers,
                 ranks,
             )
-        source = CheckpointPart(self.checkpoint, self.spec, layers, digest)
+        source = CheckpointPart(self.checkpoint, self.spec, layers, digest, report)
         stage = self._build_stage(
             self._weights(source, numerics, device), layers, capture_layers, ranks
         )

@@ -1,5 +1,6 @@
 """One pipeline stage in a process: its model layers, pools, backends and transfer agent."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +30,14 @@ from pool.stage.speculation_plan import DraftModelPlan
 from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
 from runtime.grammar import Grammars, load_grammars
+from runtime.process.host_memory import MIB
+from runtime.process.start_progress import WEIGHTS
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import Route
 from transfer.transport.refusals import RefusalReason
+
+logger = logging.getLogger(__name__)
 
 COPIED = (EMBEDDING,)  # tensors that several stages may read
 
@@ -193,6 +198,7 @@ def _load_layers(
         capture_layers=capture_layers,
         digest=digest,
         ranks=ranks if ranks.own.size > 1 else None,
+        report=lambda done, total: logger.info(WEIGHTS, done // MIB, total // MIB),
     )
     caches = StageCaches.of_layers(pools, plan.model_layers)
     runs_on = backends.of_stage(

@@ -1,14 +1,22 @@
-"""Progress of kernel compilation in a starting process: its log line, and how supervisors parse it."""
+"""Progress of a starting process: its log lines, and how supervisors parse them."""
 
 import re
 
 from runtime.observe.log import message_of
 
-KERNELS = "compiling kernels: %d of %d"  # message of the log line
-_KERNELS = re.compile("compiling kernels: ([0-9]+ of [0-9]+)")
+# messages of the log lines
+KERNELS = "compiling kernels: %d of %d"
+WEIGHTS = "loading weights: %d of %d MiB"
+_LINES = {
+    re.compile("compiling kernels: ([0-9]+ of [0-9]+)"): "compiles kernels",
+    re.compile("loading weights: ([0-9]+ of [0-9]+ MiB)"): "loads weights",
+}
 
 
-def kernel_progress(line: str) -> str:
+def start_progress(line: str) -> str:
     """Return the progress that a log line reports, such as "compiles kernels (3 of 37)", or ""."""
-    found = _KERNELS.search(message_of(line))
-    return f"compiles kernels ({found[1]})" if found else ""
+    message = message_of(line)
+    for pattern, doing in _LINES.items():
+        if found := pattern.search(message):
+            return f"{doing} ({found[1]})"
+    return ""

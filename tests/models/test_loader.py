@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
+from models import checkpoint_part
 from models.checkpoint_part import stage_entries
 from models.loader import random_model, read_model
 from router.text.model_facts import load_served_model
@@ -361,3 +362,21 @@ def test_an_index_that_lists_the_single_file_is_followed(
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     load_all(folder)
     assert read_model(folder).notices == ()
+
+
+@pytest.mark.parametrize("family", ["llama_tied_bias", "qwen3_moe", "deepseek_v3"])
+def test_progress_of_reading_ends_at_the_bytes_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Of a stage only its own bytes; stacks of experts are counted by entry."""
+    monkeypatch.setattr(checkpoint_part, "REPORT_S", 0.0)
+    model = read_model(make_checkpoint(tmp_path, family))
+    reports: list[tuple[int, int]] = []
+    layers = LayerRange(0, model.facts.num_layers)
+    model.load_stage(layers, numerics=Numerics.EXACT, report=lambda *counts: reports.append(counts))
+    assert model.checkpoint is not None
+    entries = stage_entries(model.checkpoint, model.spec, layers).values()
+    stored = sum(each.num_bytes for entry in entries for each in entry.stored)
+    assert reports == sorted(reports)
+    assert 0 < reports[0][0] < stored
+    assert reports[-1] == (stored, stored)

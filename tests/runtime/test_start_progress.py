@@ -1,13 +1,17 @@
 import pytest
 
 from runtime.observe.log import LogStyle, styled_line
-from runtime.process.start_progress import KERNELS, kernel_progress
+from runtime.process.start_progress import KERNELS, WEIGHTS, start_progress
 
 
 @pytest.mark.parametrize("style", list(LogStyle))
-def test_progress_of_kernels_is_read_from_the_log(style: LogStyle) -> None:
-    assert (
-        kernel_progress(styled_line(style, KERNELS % (3, 37), role="prefill0"))
-        == "compiles kernels (3 of 37)"
-    )
-    assert not kernel_progress(styled_line(style, "serving with 2 stages", role="prefill0"))
+@pytest.mark.parametrize(
+    ("message", "progress"),
+    [
+        (KERNELS % (3, 37), "compiles kernels (3 of 37)"),
+        (WEIGHTS % (120, 500), "loads weights (120 of 500 MiB)"),
+        ("serving with 2 stages", ""),
+    ],
+)
+def test_progress_is_read_from_the_log(style: LogStyle, message: str, progress: str) -> None:
+    assert start_progress(styled_line(style, message, role="prefill0")) == progress
