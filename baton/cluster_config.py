@@ -122,6 +122,9 @@ class ClusterSettings(Config):
     model_name: str = Field(
         default="", description="Name of the model in the API; default: the folder's name."
     )
+    model_alias: tuple[str, ...] = Field(
+        default=(), description="Another name of the model in the API; repeatable."
+    )
     http: str = Field(default="", description="HOST:PORT for OpenAI's HTTP API; needs baton[http].")
     metrics_port: int = Field(
         default=0,
@@ -243,6 +246,8 @@ class ClusterConfig(ClusterSettings):
             ConfigError: a setting is outside its limit; names both.
         """
         parse_address(self.listen or DEFAULT_TARGET, field="listen")
+        if any(not alias or "=" in alias for alias in self.model_alias):
+            raise ConfigError("--model-alias must not be empty or contain '='", field="model_alias")
         least = dict.fromkeys(PROGRAMS, 0 if self.counts["worker"] > 0 else 1) | {"worker": 0}
         sizes = [f"{program}_{size}" for size in ("pp", "tp") for program in PROGRAMS]
         for name in (*PROGRAMS, *sizes, "routers"):

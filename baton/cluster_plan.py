@@ -112,6 +112,7 @@ class ClusterPlan:
         """Yield the routers, which find the pools by the announcements of their leaders."""
         flags = ["--vllm-engine"] if self._config.http else []
         flags += self._config.router_flags
+        flags += [flag for alias in self._config.model_alias for flag in ("--model-alias", alias)]
         for pool in self._pools:
             for role in roles_of(pool.shape):
                 flags += [f"--{role}", f"file://{_announcement(folder, pool.name(0))}"]
@@ -129,6 +130,8 @@ class ClusterPlan:
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(config.config_file)] if config.config_file else []
         flags += ["--log-style", config.log_style.value] if config.log_style is not None else []
+        name = config.model_name or config.model.resolve().name
+        flags += [f"--flag=--model-alias={alias}={name}" for alias in config.model_alias]
         if config.http_keys:
             flags += ["--token-file", str(_written(folder / "api-keys", config.http_keys))]
         return ProcessSpec(

@@ -76,9 +76,10 @@ class ServeConfig(Config):
         description="Key that HTTP clients must present; repeatable. Other users see flags: prefer "
         "the variable.",
     )
-    served_model_name: str = Field(
-        default="",
-        description="Name of the model in the API; default: MODEL, or its folder's name.",
+    served_model_name: tuple[str, ...] = Field(
+        default=(),
+        description="Name of the model in the API; default: MODEL, or its folder's name. Repeatable: "
+        "further names are aliases.",
     )
     revision: str = Field(default="", description="Branch, tag or commit of the model on the Hub.")
     aggregated: Aggregated = False
@@ -109,7 +110,8 @@ class ServeConfig(Config):
         Raises:
             ConfigError: the model cannot be downloaded.
         """
-        name, folder = self.served_model_name, demo_model()
+        name, *aliases = self.served_model_name or ("",)
+        folder = demo_model()
         if is_hub_name(self.model):
             folder = download(self.model, self.revision)
             name = name or self.model
@@ -120,6 +122,7 @@ class ServeConfig(Config):
         return UpConfig(
             model=folder,
             model_name=name,
+            model_alias=tuple(aliases),
             listen=self.grpc,
             http=str(Address(self.host, self.port)),
             metrics_port=self.metrics_port,

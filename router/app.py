@@ -135,6 +135,7 @@ async def _load_model(config: RouterConfig) -> ServedModel:
     model = load_served_model(
         config.model,
         config.model_name,
+        aliases=config.model_alias,
         own_sampling=config.generation_config is GenerationConfigUse.AUTO,
         user_control_tokens=config.user_control_tokens,
     )

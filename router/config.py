@@ -36,6 +36,9 @@ class RouterConfig(TlsConfig):
     model_name: str = Field(
         default="", description="Model name that clients use; default: the directory's name."
     )
+    model_alias: tuple[str, ...] = Field(
+        default=(), description="Another model name that clients may use; repeatable."
+    )
     prefill: tuple[TargetField, ...] = Field(min_length=1, description=_TARGETS.format("prefill"))
     decode: tuple[TargetField, ...] = Field(min_length=1, description=_TARGETS.format("decode"))
     discovery_interval_s: float = Field(

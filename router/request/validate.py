@@ -107,7 +107,7 @@ async def admissible(
         UnavailableError: it resumes a response to a prompt that another router tokenized
             differently.
     """
-    if request.model not in ("", facts.name):
+    if not facts.is_named(request.model):
         raise UnknownModelError(
             FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is")
         )

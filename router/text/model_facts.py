@@ -31,6 +31,11 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     tokenizer_digest: str = ""  # of `runtime.model_files.tokenizer_files`
     sampling: Mapping[str, float] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()  # other names that requests may have
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a request with this model name is for the model; "" is for any model."""
+        return name in ("", self.name, *self.aliases)
 
     def mismatch(self, info: worker_pb2.WorkerInfo, role: str) -> str:
         """Return why a worker must not serve this model in this role; empty if it may."""
@@ -85,6 +90,7 @@ def load_served_model(
     model_dir: Path,
     name: str = "",
     *,
+    aliases: tuple[str, ...] = (),
     own_sampling: bool = True,
     user_control_tokens: UserControlTokens = UserControlTokens.TOKENS,
 ) -> ServedModel:
@@ -111,6 +117,7 @@ def load_served_model(
         eos_token_ids=ends.ids,
         tokenizer_digest=tokenizer_digest(model_dir),
         sampling=sampling.stated,
+        aliases=aliases,
     )
     return ServedModel(
         facts,

@@ -163,7 +163,7 @@ def test_settings_reach_the_cluster() -> None:
         port=80,
         grpc="127.0.0.1:0",
         metrics_port=9100,
-        served_model_name="served",
+        served_model_name=("served", "other"),
         api_key=("0123456789abcdef",),
         memory_mb=256,
         weights="int8",
@@ -175,6 +175,7 @@ def test_settings_reach_the_cluster() -> None:
         "127.0.0.1:0",
         9100,
     )
+    assert (cluster.model_name, cluster.model_alias) == ("served", ("other",))
     assert cluster.worker_flags == ("--weights", "int8")
     assert (cluster.memory_mb, cluster.aggregated) == (256, True)
     assert cluster.http_keys == ("0123456789abcdef",)

@@ -79,7 +79,9 @@ def with_bos(folder: Path) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningCluster]:
     async with running_cluster(
-        with_bos(tmp_path_factory.mktemp("bos") / "model"), http="127.0.0.1:0"
+        with_bos(tmp_path_factory.mktemp("bos") / "model"),
+        http="127.0.0.1:0",
+        model_alias=("another-name",),
     ) as cluster:
         yield cluster
         await cluster.until_clean()
@@ -108,6 +110,21 @@ async def greedy_chat(running: RunningCluster) -> Completion:
 async def test_the_models_are_listed(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["model"]
     assert (await client.models.retrieve("model")).id == "model"
+
+
+async def test_an_alias_selects_the_model(
+    running: RunningCluster, client: openai.AsyncOpenAI
+) -> None:
+    """Over HTTP and gRPC; other names select none."""
+    expected = await greedy_chat(running)
+    got = await client.chat.completions.create(
+        model="another-name", messages=MESSAGES, temperature=0
+    )
+    assert got.choices[0].message.content == expected.text
+    named = Query(CHAT, Sampling(temperature=0), model="another-name")
+    assert (await answer(running, named)).text == expected.text
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="other", messages=MESSAGES)
 
 
 async def test_a_chat_response_equals_that_of_grpc(

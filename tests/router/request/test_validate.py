@@ -252,6 +252,8 @@ async def test_another_model_is_not_found() -> None:
         await check(request)
     request.model = "tiny"
     await check(request)
+    request.model = "alias"
+    await check(request, replace(served_model(), facts=replace(FACTS, aliases=("alias",))))
     request.model = "x" * 100_000
     with pytest.raises(UnknownModelError) as caught:
         await check(request)
