@@ -213,13 +213,14 @@ def _expel(calls: Iterable[OpenCall], error: BatonError) -> None:
 def failed(method: str, error: Exception) -> RpcFailure:
     """Log a failure and return its status.
 
-    A bug is logged with its traceback, any other failure as one line. A description of an invalid
-    request quotes the request, so the log has only the names of its fields.
+    A bug is logged with its traceback, any other failure as one line. An invalid request is for its
+    client to correct, so its line is for debugging. Its description quotes the request, so the log
+    has only the names of its fields.
     """
     failure = failure_of(error, bound_ids().get("request_id", ""))
     fields = {"method": method, "code": failure.code.name}
     if isinstance(error, InvalidRequestError):
-        logger.info(
+        logger.debug(
             "call rejected for %s",
             ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]),
             extra=fields,

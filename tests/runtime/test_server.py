@@ -358,7 +358,7 @@ async def test_wait_serving_reports_connection_errors(tmp_path: Path) -> None:
 async def test_the_log_has_names_of_bad_fields_without_their_values(
     echo: tuple[EchoGeneration, GrpcServer, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     async with open_channel(echo[2]) as channel:
         request = pb.GenerateRequest(text="hi")
         request.sampling.temperature = -1

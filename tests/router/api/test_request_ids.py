@@ -23,7 +23,7 @@ class Ids(logging.Handler):
 
 
 async def test_a_refused_request_has_an_id_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     handler = Ids()
     logging.getLogger().addHandler(handler)
     try:
