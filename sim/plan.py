@@ -171,21 +171,25 @@ class FleetPlan:
 
     def lines(self, slo: Slo) -> Iterator[str]:
         """Yield the result as lines of text."""
-        size = self.prefill_workers + self.decode_workers
-        yield (
-            f"{self.prefill_workers} prefill and {self.decode_workers} decode workers, at {self.price:g}: "
-            f"{self.share:.1%} of all requests meet TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s"
-        )
-        yield (
-            f"with one prefill worker less {self.share_with_a_prefill_worker_less:.1%}, with one decode worker less "
-            f"{self.share_with_a_decode_worker_less:.1%}"
-        )
-        yield f"{size} workers of both roles would meet it for {self.aggregated:.1%}"
-        yield (
-            "no allowed number of workers of both roles would be enough"
-            if self.aggregated_workers is None
-            else f"{self.aggregated_workers} workers of both roles would be enough, at {self.aggregated_price:g}"
-        )
+        prefill, decode = self.prefill_workers, self.decode_workers
+        aggregated = self.aggregated_workers
+        price = "-" if self.aggregated_price is None else f"{self.aggregated_price:g}"
+        rows = [
+            ("fleet", "price", "good requests"),
+            (f"disaggregated: {prefill} prefill + {decode} decode", f"{self.price:g}", self.share),
+            ("  one prefill worker less", "", self.share_with_a_prefill_worker_less),
+            ("  one decode worker less", "", self.share_with_a_decode_worker_less),
+            (f"aggregated: {prefill + decode} of both roles", "", self.aggregated),
+            (
+                "  enough: " + ("no allowed number" if aggregated is None else f"{aggregated}"),
+                price,
+                "",
+            ),
+        ]
+        for fleet, cost, share in rows:
+            shown = f"{share:.1%}" if isinstance(share, float) else share
+            yield f"{fleet:40} {cost:>8}  {shown:>13}"
+        yield f"good: TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s; price: of all workers"
         yield self.verdict
         yield f"{self.fleets_tried} fleets tried in {self.machine_wall_s:.0f} s"
 
@@ -222,12 +226,12 @@ class _Planner:
         share = sum(map(self._slo.is_met, simulate(fleet, load).outcomes)) / len(load)
         self.num_tried += 1
         named = (
-            f"{both} workers of both roles"
+            f"aggregated, {both} of both roles"
             if both
-            else f"{prefill} prefill and {decode} decode workers"
+            else f"disaggregated, {prefill} prefill + {decode} decode"
         )
         at = "" if times == 1 else f" at {times:g} times the load"
-        print(f"{named} meet the SLO for {share:.1%}{at}", file=sys.stderr)
+        print(f"tried: {named}: {share:.1%} of requests good{at}", file=sys.stderr)
         return share
 
     def search(self, times: float = 1.0) -> FleetSearch:

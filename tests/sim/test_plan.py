@@ -74,8 +74,8 @@ def test_the_command_names_a_fleet() -> None:
         ],
     )
     assert done.exit_code == 0, done.output
-    assert "prefill and" in done.stdout
-    assert "workers of both roles" in done.stdout
+    assert "disaggregated: " in done.stdout
+    assert "aggregated: " in done.stdout
     assert "disaggregation" in done.stdout
     done = CliRunner().invoke(
         app, ["--requests", "30", "--rate", "2", "--slo", "ttft=1ms,tpot=1ms", "--most", "2"]
