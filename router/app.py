@@ -19,6 +19,7 @@ from router.api.readiness import SERVICE, Readiness
 from router.api.status_page import status_pages
 from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission
+from router.request.client_limits import LimitsFile
 from router.request.flow import Services
 from router.request.priorities import PriorityLimits
 from router.request.rejections import AdmissionLimits
@@ -34,7 +35,7 @@ from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.tokenizer_files import cache_folder, make_tokenizer
 from runtime.observe.exposition import Exposition, Page, new_registry
-from runtime.observe.metrics import RouterMetrics, RpcMetrics
+from runtime.observe.metrics import ClientMetrics, RouterMetrics, RpcMetrics
 from runtime.observe.tracing_setup import open_tracing
 from runtime.process.announce import Announcement, write_announcement
 from runtime.process.supervision import StopSignal, background
@@ -69,7 +70,7 @@ async def serve(
     services = _services(
         config,
         model.facts,
-        RouterMetrics.create(registry),
+        registry,
         ChannelSecurity(security.certificates),
     )
     names = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
@@ -177,11 +178,15 @@ async def _listening(
 
 
 def _services(
-    config: RouterConfig, facts: ModelLimits, metrics: RouterMetrics, security: ChannelSecurity
+    config: RouterConfig,
+    facts: ModelLimits,
+    registry: CollectorRegistry,
+    security: ChannelSecurity,
 ) -> Services:
     """Build the objects that discover workers, admit requests and drive them. `security`
     authenticates the router to workers.
     """
+    metrics = RouterMetrics.create(registry)
     discovery = DiscoveryOptions(
         config.discovery_interval_s, config.kubernetes_api, config.service_account
     )
@@ -210,7 +215,9 @@ def _services(
         capacity_wait_s=config.max_wait_s,
         migrations=config.migrations,
     )
-    return Services(admission, directory, limits, metrics, service_model)
+    return Services(
+        admission, directory, limits, metrics, service_model, ClientMetrics.create(registry)
+    )
 
 
 def _add_apis(
@@ -226,6 +233,7 @@ def _add_apis(
         config.client_stall_s,
         PriorityLimits.parse(config.priority_limits),
         config.salt_by_client,
+        None if config.client_limits is None else LimitsFile(config.client_limits, SystemClock()),
     )
     generation = GenerationService(model, services, limits, SystemClock(), security.caller)
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)

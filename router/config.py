@@ -80,6 +80,11 @@ class RouterConfig(TlsConfig):
         description="NAME=PRIORITY: most urgent priority of a token's holder or of a "
         "certificate's name; *: of every other client.",
     )
+    client_limits: Path | None = Field(
+        default=None,
+        description="TOML file with a table for each client: its weight and quotas; read again when "
+        "it changes.",
+    )
     log_level: str = Field(
         default="info", description="Least level logged: debug, info, warning or error."
     )

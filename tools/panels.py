@@ -591,11 +591,32 @@ ROUTER = Dashboard(
         Panel(
             "Rejected",
             "cps",
-            "Requests rejected on arrival, or dropped from the queue, by cause.",
+            "Requests rejected on arrival or dropped from the queue, by cause, and those beyond a client's quota.",
             (
                 PanelQuery(rate("baton_router_refused_total", "cause"), "on arrival: {{cause}}"),
                 PanelQuery(
                     rate("baton_router_dropped_total", "cause"), "from the queue: {{cause}}"
+                ),
+                PanelQuery(
+                    rate("baton_client_refused_total", "client, quota"), "{{client}}: {{quota}}"
+                ),
+            ),
+        ),
+        Panel(
+            "Tokens of clients",
+            "short",
+            "Prompt tokens computed and tokens generated, of clients with limits of their own and of all others.",
+            (PanelQuery(rate("baton_client_tokens_total", "client, kind"), "{{client}} {{kind}}"),),
+        ),
+        Panel(
+            "Queueing of clients",
+            "s",
+            "Mean time in the queue of a client's requests.",
+            (
+                PanelQuery(
+                    f"{rate('baton_client_wait_seconds_total', 'client')} / "
+                    f"{rate('baton_client_requests_total', 'client')}",
+                    "{{client}}",
                 ),
             ),
         ),

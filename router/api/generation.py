@@ -18,8 +18,10 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.answer import Answer, Output, ResponseQueue
+from router.request.client_limits import ClientLimits, LimitsFile, NamedLimits
 from router.request.flow import RequestFlow, Services
 from router.request.priorities import PriorityLimits
+from router.request.quotas import ClientQuotas, QuotaCharge, QuotaHold
 from router.request.resumption import feed
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible, resolved_sampling
@@ -62,6 +64,7 @@ class RequestLimits:
     client_stall_s: float
     priorities: PriorityLimits = field(default_factory=PriorityLimits)
     salts_by_client: bool = False
+    clients: LimitsFile | None = None
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -81,6 +84,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._limits = limits
         self._clock = clock
         self.counts = RequestCounts()
+        self._quotas = ClientQuotas(clock, services.client_metrics)
         self._running: dict[RequestKey, tuple[RequestFlow, ...]] = {}  # a flow for each choice
 
     async def Generate(
@@ -92,6 +96,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         request_id = request.request_id or uuid.uuid4().hex
         rebind(request_id=request_id)
         caller = self._caller_of(context)
+        named = self._limits_of(caller)
         checked = await admissible(
             request,
             self._facts(),
@@ -101,16 +106,22 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             most_urgent=self._limits.priorities.most_urgent(caller),
             client=caller.account,
         )
+        checked = replace(checked, weight=named.limits.weight)
         checked.engine.request_id = request_id
         if self._limits.salts_by_client:
             checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
         outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         responses = ResponseQueue(self._limits.client_stall_s)
-        key = self._register(checked, outputs, responses, timeline, context, caller)
+        hold = self._quotas.reserve(caller.account, named, self._charge(checked, named.limits))
+        try:
+            key = self._register(checked, outputs, responses, timeline, context, caller)
+        except BaseException:
+            hold.settle(QuotaCharge())
+            raise
         flows = self._running[key]
         task = asyncio.create_task(flows[0].run() if len(flows) == 1 else run_together(flows))
         # In a callback, because this handler may be cancelled at any await, and more than once.
-        task.add_done_callback(lambda ended: self._ended(key, responses, ended))
+        task.add_done_callback(lambda ended: self._ended(key, hold, timeline, responses, ended))
         try:
             async for response in responses:
                 yield response
@@ -269,10 +280,42 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         await feed(output, checked.resumed_of(index), checked.engine, index)
         return output
 
-    def _ended(self, key: RequestKey, responses: ResponseQueue, task: "asyncio.Task[None]") -> None:
+    def _ended(
+        self,
+        key: RequestKey,
+        hold: QuotaHold,
+        timeline: Timeline,
+        responses: ResponseQueue,
+        task: "asyncio.Task[None]",
+    ) -> None:
         self.counts.failed += not task.cancelled() and task.exception() is not None
-        del self._running[key]
+        works = [flow.work for flow in self._running.pop(key)]
+        hold.settle(
+            QuotaCharge(
+                prompt_tokens=sum(work.prompt_tokens for work in works),
+                generated_tokens=sum(work.output_tokens for work in works),
+            ),
+            waited_s=timeline.timings.router_queue_s,
+        )
         responses.close()
+
+    def _limits_of(self, caller: Caller) -> NamedLimits:
+        clients = self._limits.clients
+        return NamedLimits() if clients is None else clients.of(caller)
+
+    def _charge(self, checked: AdmissibleRequest, limits: ClientLimits) -> QuotaCharge:
+        """Return the charge of a request that arrives: its prompt, and what its client's requests
+        usually generate.
+        """
+        expected = 0.0
+        if limits.generated_tokens_per_minute:
+            expected = self._services.service_model.habits.expected_tokens(
+                checked.client, checked.engine.max_tokens
+            )
+        return QuotaCharge(
+            prompt_tokens=checked.num_choices * len(checked.engine.prompt_token_ids),
+            generated_tokens=checked.num_choices * expected,
+        )
 
 
 def client_salt(identity: str, salt: str) -> str:

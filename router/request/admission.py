@@ -12,20 +12,13 @@ import math
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 
+from router.request.demand import MAX_RETRY_S, Cause, Demand, Refusal, WaitingLimits
 from router.request.rejections import AdmissionLimits, Rejections
 from router.request.scoring import ScoringPlaces
 from router.request.service_times import Rates, ServiceTimeModel, TokenWork
 from router.request.tickets import AdmissionTicket, Placed, QueuedRequest
 from router.request.validate import AdmissibleRequest
-from router.request.waiting_line import (
-    MAX_RETRY_S,
-    Cause,
-    Demand,
-    Refusal,
-    Waiter,
-    WaitingLimits,
-    WaitingLine,
-)
+from router.request.waiting_line import Waiter, WaitingLine
 from router.workers.candidate import SHORT_RATIO
 from router.workers.directory import Directory
 from router.workers.placement_request import WorkerPair
@@ -155,7 +148,7 @@ class Admission:
         if pair is None:
             return None
         self._line.num_arrived += 1
-        return self._placed(request, pair, rates)
+        return self._placed(request, pair, rates, demand)
 
     async def wait(self, ticket: AdmissionTicket) -> Placed:
         """Queue a request until a pair is booked for it.
@@ -184,6 +177,12 @@ class Admission:
             if result is None:
                 self._abandon(waiter)
 
+    def settle(self, request: AdmissibleRequest, charged: TokenWork, actual: TokenWork) -> None:
+        """Replace the charge of a request that ended by its actual tokens."""
+        if self._line.num_waiting:
+            difference = actual.num_tokens - charged.num_tokens
+            self._line.charge(request.engine.priority, request.client, difference / request.weight)
+
     def scoring_place(self, request: AdmissibleRequest) -> AbstractAsyncContextManager[None]:
         """Return a context that holds one of the client's places for prompts with logprobs."""
         return self._scoring.taken(request.client)
@@ -202,9 +201,12 @@ class Admission:
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().pair.release()
 
-    def _placed(self, request: AdmissibleRequest, pair: WorkerPair, rates: Rates) -> Placed:
+    def _placed(
+        self, request: AdmissibleRequest, pair: WorkerPair, rates: Rates, demand: Demand
+    ) -> Placed:
         """Return the pair with the service time by `rates`, from before it was booked."""
-        return Placed(pair, rates.service_s(self._work_of(request, pair.prefill.num_tokens)))
+        service_s = rates.service_s(self._work_of(request, pair.prefill.num_tokens))
+        return Placed(pair, service_s, demand.work)
 
     def _demand(self, request: AdmissibleRequest, deadline: Deadline) -> Demand:
         """Return the demand of a request.
@@ -234,6 +236,7 @@ class Admission:
             request.engine.priority,
             request.prompt.num_tokens,
             request.client,
+            request.weight,
         )
 
     def _enter(self, ticket: AdmissionTicket) -> Waiter[QueuedRequest]:
@@ -348,7 +351,8 @@ class Admission:
         if waiter.item.placed.done():  # cancelled, but its task has not run since
             pair.release()
         else:
-            waiter.item.placed.set_result(self._placed(waiter.item.request, pair, rates))
+            request = waiter.item.request
+            waiter.item.placed.set_result(self._placed(request, pair, rates, waiter.demand))
 
     def _sweep(self) -> None:
         """Fail queued requests that can no longer meet their deadline, and those whose workers are

@@ -20,8 +20,8 @@ from router.request.machine import RequestMachine
 from router.request.notes import RequestNotes, booking_of
 from router.request.resumption import finish_of
 from router.request.retries import FlowLimits
-from router.request.search import WorkerSearch
-from router.request.service_times import ServiceRecord, ServiceTimeModel
+from router.request.search import WorkerSearch, found_event
+from router.request.service_times import ServiceRecord, ServiceTimeModel, TokenWork
 from router.request.streams import RequestStreams
 from router.request.tickets import AdmissionTicket, Placed
 from router.request.transitions import IllegalEventError, RequestState
@@ -29,10 +29,9 @@ from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import DueTimer
 from router.workers.directory import Directory
 from router.workers.placement_request import WorkerPair
-from router.workers.worker import Booking
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, UnavailableError
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics import ClientMetrics, RouterMetrics
 from runtime.observe.tracing import Span, begin
 
 CLOCKS_DIFFER_S = 0.05  # tolerance between a client's deadline and this router's
@@ -48,6 +47,7 @@ class Services:
     limits: FlowLimits
     metrics: RouterMetrics
     service_model: ServiceTimeModel
+    client_metrics: ClientMetrics
 
 
 class RequestFlow:
@@ -79,6 +79,8 @@ class RequestFlow:
         self._unread: deque[ev.RequestEvent] | None = None
         self._admitting: Span | None = None
         self._notes: RequestNotes | None = None  # once a pair is booked
+        self._charged: TokenWork | None = None
+        self.work = TokenWork()  # computed and generated, once the request has ended
         self._end: ev.End | None = None
         self._ended = self._loop.create_future()
         self._run: Mapping[type[ev.Command], Callable[[Any], None]] = {
@@ -236,6 +238,7 @@ class RequestFlow:
             self._admitting.note(placement=placed.pair.kind)
         self._end_admission()
         services = self._services
+        self._charged = placed.charged
         self._timeline.placed()
         record = ServiceRecord(
             services.service_model,
@@ -286,14 +289,14 @@ class RequestFlow:
     def _search_prefill(self, command: ev.SearchPrefill) -> None:
         async def search() -> ev.RequestEvent:
             worker = await self._search.prefill(command, booking_of(command.pool))
-            return _found(command.number, worker)
+            return found_event(command.number, worker)
 
         self._start(command.number, self._report(search()))
 
     def _search_decode(self, command: ev.SearchDecode) -> None:
         async def search() -> ev.RequestEvent:
             worker, has_started_over = await self._search.decode(command)
-            return _found(command.number, worker, has_started_over=has_started_over)
+            return found_event(command.number, worker, has_started_over=has_started_over)
 
         self._start(command.number, self._report(search()))
 
@@ -369,10 +372,13 @@ class RequestFlow:
         self._end_admission()
         if self._notes is not None:
             self._services.metrics.running.dec()
+            self.work = TokenWork(self._notes.num_computed, self._answer.num_tokens)
             self._record_end(end, self._notes.record)
         if end.finish is not None:
             self._answer.rest()
             self._answer.finish(self._answer.stopped or end.finish)
+        if self._charged is not None:
+            self._services.admission.settle(self._request, self._charged, self.work)
         self._conclude(end)
 
     def _conclude(self, end: ev.End) -> None:
@@ -383,17 +389,9 @@ class RequestFlow:
     def _record_end(self, end: ev.End, record: ServiceRecord) -> None:
         error = end.error
         if end.finish is not None and end.finish.reason != types_pb2.FINISH_REASON_ABORTED:
-            record.ended(self._answer.num_tokens)
+            record.ended(round(self.work.output_tokens))
         elif end.finish is None and self._deadline.remaining_s() <= CLOCKS_DIFFER_S:
             # The deadline ends the request, even if the client's end of the call noticed first.
             record.cut_off()
         if isinstance(error, CapacityError | UnavailableError):
             error.retry_after_s = self._services.admission.retry_after_s(error, self._request)
-
-
-def _found(
-    number: int, worker: Booking | None, *, has_started_over: bool = False
-) -> ev.RequestEvent:
-    if worker is None:
-        return ev.SearchFailed(number)
-    return ev.WorkerFound(number, worker, has_started_over)

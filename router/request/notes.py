@@ -37,6 +37,7 @@ class RequestNotes:
         self._placement = placement
         self._metrics = metrics
         self._num_cached = 0  # prompt tokens that the prefill worker had cached
+        self.num_computed = 0  # the others, once a worker began to compute them
 
     def reached(self, note: Note) -> None:
         """Record a milestone."""
@@ -51,6 +52,7 @@ class RequestNotes:
         self._timeline.timings.prefill_queue_s = event.started.queue_s
         self._num_cached = event.started.cached_tokens
         self._answer.cached(self._num_cached)
+        self.num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
         surplus = self._num_cached - source.num_cached
         outcome = "equal" if surplus == 0 else "more" if surplus > 0 else "fewer"
         self._metrics.cache_predictions.labels(outcome).inc()
@@ -76,6 +78,7 @@ class RequestNotes:
     def _local(self, _: Booking, pool: Booking, event: decode_pb2.DecodeEvent) -> None:
         pool.reserved()
         self._answer.cached(event.local.cached_tokens)
+        self.num_computed = len(self._request.engine.prompt_token_ids) - event.local.cached_tokens
         self._joined(pool)
 
     def _joined(self, pool: Booking) -> None:

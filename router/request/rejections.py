@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from router.request.demand import Cause, Refusal
 from router.request.validate import AdmissibleRequest
-from router.request.waiting_line import Cause, Refusal
 from router.workers.directory import Directory
 from runtime.errors import CapacityError, UnavailableError
 from runtime.observe.metrics import RouterMetrics

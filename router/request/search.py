@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from router.request import events as ev
 from router.request.events import SearchDecode, SearchPrefill
 from router.request.retries import FlowLimits
 from router.workers.directory import Directory
@@ -102,3 +103,12 @@ class WorkerSearch:
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_RETRY_PAUSE_S):
                 await self.directory.changed()
+
+
+def found_event(
+    number: int, worker: Booking | None, *, has_started_over: bool = False
+) -> ev.RequestEvent:
+    """Return the event of a search that ended, successfully unless `worker` is None."""
+    if worker is None:
+        return ev.SearchFailed(number)
+    return ev.WorkerFound(number, worker, has_started_over)

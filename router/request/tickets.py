@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from router.request.service_times import Rates
+from router.request.demand import Demand
+from router.request.service_times import Rates, TokenWork
 from router.request.validate import AdmissibleRequest
-from router.request.waiting_line import Demand
 from router.workers.placement_request import WorkerPair
 
 
@@ -22,10 +22,14 @@ class AdmissionTicket:
 
 @dataclass(frozen=True)
 class Placed:
-    """A pair of workers that is booked for a request, and how long serving it is to take."""
+    """A pair of workers that is booked for a request, and how long serving it is to take.
+
+    `charged` are the tokens that its client was charged on arrival.
+    """
 
     pair: WorkerPair
     service_s: float
+    charged: TokenWork
 
 
 @dataclass

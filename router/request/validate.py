@@ -47,7 +47,7 @@ class AdmissibleRequest:
     for each choice, the compatibility of the workers that sampled them, "" if any workers may
     continue. `routed` has the prompt tokens of `engine` as machine integers, because reading them
     from a message takes ten times as long; None if they are not at hand. `client` is the key of the
-    client's share of the pools.
+    client's share of the pools, and `weight` its size relative to others.
     """
 
     engine: types_pb2.EngineRequest
@@ -58,6 +58,7 @@ class AdmissibleRequest:
     resumed_from: tuple[str, ...] = ()
     routed: RoutedPrompt | None = None
     client: str = ""
+    weight: float = 1.0
 
     @cached_property
     def prompt(self) -> RoutedPrompt:
@@ -216,9 +217,7 @@ def _prompt_ids(ids: Sequence[int], facts: ModelLimits) -> Iterable[FieldViolati
     elif len(ids) >= facts.max_context_tokens:
         yield _too_long("token_ids", len(ids), facts)
     elif max(ids) >= facts.vocab_size:
-        index, token_id = next(
-            (i, token_id) for i, token_id in enumerate(ids) if token_id >= facts.vocab_size
-        )
+        index, token_id = next(each for each in enumerate(ids) if each[1] >= facts.vocab_size)
         yield FieldViolation(f"token_ids.ids[{index}]", _not_in_vocabulary(token_id, facts))
 
 

@@ -21,74 +21,17 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
+from router.request.demand import Cause, Demand, Refusal, WaitingLimits
 from router.request.service_times import MAX_CLIENTS, Rates, ServiceTimeModel, TokenWork
-from runtime.clock import NO_DEADLINE, Deadline
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
-# The upper bound is low because the cause of a delay may end long before it was estimated to.
-MIN_RETRY_S = 0.05
-MAX_RETRY_S = 10.0
 LOOK_AHEAD = 32  # requests from the front that may go first, and how often one may be passed
 LEAST_SLACK_S = 5.0  # a request with a latest start within this time is not passed
-
-
-class Cause(StrEnum):
-    """Reason why a request is not served; a metric label."""
-
-    QUEUE_FULL = "queue_full"  # `max_waiting` requests are queued
-    WAIT = "wait"  # its turn would come after the wait limit
-    DEADLINE = "deadline"  # it would end after its deadline
-    WORKERS = "workers"  # no pair of workers is usable
-
-
-@dataclass(frozen=True)
-class WaitingLimits:
-    """At most `max_waiting` requests are queued, each for at most `max_wait_s`."""
-
-    max_waiting: int
-    max_wait_s: float
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Demand of a request of `client`.
-
-    `num_tokens` counts its prompt, cached or not.
-    """
-
-    work: TokenWork
-    deadline: Deadline = NO_DEADLINE
-    priority: int = 0
-    num_tokens: int = 0
-    client: str = ""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Rejection of a request, with estimates in seconds.
-
-    `wait_s` is the time that it would be queued, `service_s` the time to serve it after that.
-    """
-
-    cause: Cause
-    wait_s: float
-    service_s: float = 0.0
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """Return the retry delay in seconds; None without a measurement.
-
-        That is the queueing time. If no request is queued, it is the service time, because only
-        running requests delay this one.
-        """
-        estimate_s = self.wait_s or self.service_s
-        return min(max(estimate_s, MIN_RETRY_S), MAX_RETRY_S) if estimate_s else None
 
 
 @dataclass(order=True)
@@ -108,23 +51,24 @@ class Waiter(Generic[T]):
 class _Queue(Generic[T]):
     """Queued requests of one client at one priority, in order.
 
-    `start` is the turn of the first request. A turn takes as long as the tokens of its request.
+    `start` is the turn of the first request, and `length` that of all turns.
     """
 
     start: float
     waiters: list[Waiter[T]] = field(default_factory=list)
     work: TokenWork = field(default_factory=TokenWork)
+    length: float = 0.0
 
     def turns(self) -> Iterator[tuple[float, int, Waiter[T]]]:
         """Yield the sort key among clients and the waiter, over a copy of the queue."""
         start = self.start
         for waiter in tuple(self.waiters):
             yield start, waiter.arrival, waiter
-            start += waiter.demand.work.num_tokens
+            start += waiter.demand.turn
 
     def before(self, turn: tuple[float, int]) -> TokenWork:
         """Return the work of the requests with an earlier turn."""
-        if self.start + self.work.num_tokens < turn[0]:
+        if self.start + self.length < turn[0]:
             return self.work
         return _work_of(waiter for *key, waiter in self.turns() if tuple(key) < turn)
 
@@ -192,6 +136,7 @@ class WaitingLine(Generic[T]):
         bisect.insort(queue.waiters, waiter)
         self._queues[demand.priority, demand.client] = queue
         queue.work = queue.work.more(demand.work)
+        queue.length += demand.turn
         bisect.insort(self._lengths, demand.num_tokens)
         self.work = self.work.more(demand.work)
         return waiter
@@ -230,8 +175,10 @@ class WaitingLine(Generic[T]):
             (waiter.begin_by_s, waiter.arrival),
             key=lambda other: (other.begin_by_s, other.arrival),
         )
-        total = own.work.less(_work_of(own.waiters[place:]))
-        turn = own.start + total.num_tokens, waiter.arrival
+        later = own.waiters[place:]
+        total = own.work.less(_work_of(later))
+        length = max(0.0, own.length - sum(each.demand.turn for each in later))
+        turn = own.start + length, waiter.arrival
         for (priority, _), queue in self._queues.items():
             if priority < demand.priority:
                 total = total.more(queue.work)
@@ -298,13 +245,34 @@ class WaitingLine(Generic[T]):
         if queue is None or not self.leave(waiter):
             return
         turn = max(self._turns.get(key[0], 0.0), queue.start)
-        queue.start += waiter.demand.work.num_tokens
+        queue.start += waiter.demand.turn
         if self._queues:
             self._turns[key[0]] = turn
             self._ends = {
                 other: end for other, end in self._ends.items() if other[0] != key[0] or end > turn
             }
             self._ends[key] = queue.start
+        self._forget_a_client()
+
+    def charge(self, priority: int, client: str, turn: float) -> None:
+        """Correct the past turns of a client, whose tokens are known exactly once they end.
+
+        Its next turn starts later by `turn`, or earlier if that is negative, but not before the turn
+        of the request placed last: what it did not use it cannot save up.
+        """
+        if not self._queues:  # no client waits for another one
+            return
+        key = priority, client
+        least = self._turns.get(priority, 0.0)
+        if (queue := self._queues.get(key)) is not None:
+            queue.start = max(least, queue.start + turn)
+        elif (end := max(least, self._ends.get(key, 0.0)) + turn) > least:
+            self._ends[key] = end
+            self._forget_a_client()
+        else:
+            self._ends.pop(key, None)
+
+    def _forget_a_client(self) -> None:
         if len(self._ends) > MAX_CLIENTS:
             del self._ends[min(self._ends, key=lambda each: self._ends[each])]
 
@@ -318,6 +286,7 @@ class WaitingLine(Generic[T]):
         del queue.waiters[place]
         self.num_waiting -= 1
         queue.work = queue.work.less(waiter.demand.work)
+        queue.length = max(0.0, queue.length - waiter.demand.turn)
         if not queue.waiters:
             del self._queues[key]
         del self._lengths[bisect.bisect_left(self._lengths, waiter.demand.num_tokens)]

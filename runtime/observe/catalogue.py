@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from runtime.observe.metrics import (
     ArrivalMetrics,
     CacheMetrics,
+    ClientMetrics,
     HandoffMetrics,
     LeaderMetrics,
     PlannerMetrics,
@@ -46,7 +47,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (
 )
 # A stage that is not its pool's leader ("follower") has no request metrics.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
-    "router": (RpcMetrics, RouterMetrics),
+    "router": (RpcMetrics, RouterMetrics, ClientMetrics),
     "prefill": (*_POOL, CacheMetrics),
     "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
     "worker": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),

@@ -457,6 +457,44 @@ class RefusalMetrics:
 
 
 @dataclass(frozen=True)
+class ClientMetrics:
+    """Shares of the clients that have limits of their own, and of all others together."""
+
+    requests: Counter
+    tokens: Counter
+    wait_s: Counter
+    refused: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            requests=_counter(
+                registry, "client_requests", "Requests accepted, by client.", "client"
+            ),
+            tokens=_counter(
+                registry,
+                "client_tokens",
+                "Tokens charged to clients: prompt (computed, not cached) and generated.",
+                "client",
+                "kind",
+            ),
+            wait_s=_counter(
+                registry,
+                "client_wait_seconds",
+                "Time that requests were queued, by client.",
+                "client",
+            ),
+            refused=_counter(
+                registry,
+                "client_refused",
+                "Requests rejected because a quota of their client is used up.",
+                "client",
+                "quota",
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class LeaderMetrics:
     """Work of a pool, as its leader sees it."""
 

@@ -123,6 +123,7 @@ LINE, TIMES = "router/request/waiting_line.py", "router/request/service_times.py
 SECURITY, API, CLIENT = "docs/security.md", "docs/api.md", "docs/client.md"
 OPERATIONS, MODELS, PREFIX = "docs/operations.md", "docs/models.md", "docs/prefix-cache.md"
 STATED = [
+    Stated(OPERATIONS, "at most {} tables", ("router/request/client_limits.py:MAX_TABLES",)),
     Stated(
         OPERATIONS,
         "the messages that carry requests, now {} |",
@@ -231,7 +232,7 @@ STATED = [
     Stated(
         API,
         "at most {} s, or {} s while workers are gone",
-        (f"{LINE}:MAX_RETRY_S", "router/request/rejections.py:MAX_AWAY_S"),
+        ("router/request/demand.py:MAX_RETRY_S", "router/request/rejections.py:MAX_AWAY_S"),
     ),
     Stated(
         API,
@@ -304,7 +305,7 @@ STATED = [
     Stated(
         OPERATIONS,
         "and no more than {} s; {} s while workers are gone",
-        (f"{LINE}:MAX_RETRY_S", "router/request/rejections.py:MAX_AWAY_S"),
+        ("router/request/demand.py:MAX_RETRY_S", "router/request/rejections.py:MAX_AWAY_S"),
     ),
     Stated(OPERATIONS, "; of {} clients", (f"{TIMES}:MAX_CLIENTS",)),
     Stated(OPERATIONS, "Of the first {} requests the one goes first", (f"{LINE}:LOOK_AHEAD",)),

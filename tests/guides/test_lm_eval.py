@@ -42,7 +42,7 @@ def harness() -> Path:
     folder = cache_folder() / "tests" / HARNESS
     if not folder.is_dir():
         building = folder.with_suffix(".part")
-        command = [sys.executable, "-m", "pip", "install", "-q", "--target", building, HARNESS]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(building), HARNESS]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -33,7 +33,7 @@ from router.workers.policy import Policy
 from router.workers.worker import WorkerRole
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import RouterMetrics, RpcMetrics
+from runtime.observe.metrics import ClientMetrics, RouterMetrics, RpcMetrics
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.rpc.status import error_from_rpc
 from runtime.security.access import OPEN_SERVER, ServerSecurity
@@ -313,6 +313,7 @@ async def running_router(
             flow,
             metrics,
             service_model,
+            ClientMetrics.create(registry),
         )
         server = GrpcServer(
             ServerOptions(listen="127.0.0.1:0"),

@@ -10,9 +10,11 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
+from router.request.client_limits import LimitsFile
 from router.request.priorities import PriorityLimits
 from router.workers.report import without_addresses
-from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
+from runtime.clock import SystemClock
+from runtime.errors import BatonError, CapacityError, DuplicateRequestError, InvalidRequestError
 from runtime.rpc.status import error_from_rpc
 from runtime.security.access import ServerSecurity, address_of
 from runtime.security.tokens import TokenList
@@ -315,3 +317,31 @@ async def test_clients_share_cached_prompts_only_if_a_setting_allows(
         assert salts[0] == salts[1], "one client with two tokens"
         assert len(set(salts)) == len(salts) - 1
     assert client_salt("ab", "c") != client_salt("a", "bc")
+
+
+async def test_a_quota_is_refused_with_its_name_and_when_it_refills(tmp_path: Path) -> None:
+    """Generated tokens are charged as they were generated; each client has its own quota."""
+    (tmp_path / "tokens").write_text(TOKENS)
+    (tmp_path / "clients").write_text("[alice]\ngenerated_tokens_per_minute = 20\n")
+    fabric, journal = Fabric(), Journal()
+    limits = RequestLimits(60.0, 30.0, clients=LimitsFile(tmp_path / "clients", SystemClock()))
+    async with running_router(
+        FakePrefill("p", fabric, journal),
+        FakeDecode("d", fabric, journal),
+        security=ServerSecurity(tokens=TokenList(tmp_path / "tokens")),
+        limits=limits,
+    ) as router:
+        request = token_request(PROMPT, max_tokens=12)
+        await answered(router, request, ALICE)
+        with pytest.raises(CapacityError, match="quota of 20 generated tokens a minute") as refused:
+            await answered(router, request, ALICE)
+        assert refused.value.resource == "generated_tokens_per_minute"
+        # 12 tokens are expected again, and 8 are left of a quota that gains one in three seconds.
+        assert refused.value.retry_after_s is not None
+        assert 10 < refused.value.retry_after_s <= 12
+        for _ in range(4):
+            await answered(router, request, BOB)
+        value = router.registry.get_sample_value
+        for client, tokens in (("alice", 12), ("other", 48)):
+            labels = {"client": client, "kind": "generated"}
+            assert value("baton_client_tokens_total", labels) == tokens

@@ -18,6 +18,7 @@ from runtime.observe.metrics import (
     FAILURES,
     SESSION_FAILURES,
     ArrivalMetrics,
+    ClientMetrics,
     HandoffMetrics,
     LeaderMetrics,
     PoolMetrics,
@@ -116,7 +117,7 @@ def test_without_a_free_descriptor_scrapes_wait_and_nothing_spins(
 
 def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:
     for kinds in (
-        (RpcMetrics, RouterMetrics),
+        (RpcMetrics, RouterMetrics, ClientMetrics),
         (RpcMetrics, StageMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics, ArrivalMetrics),
     ):
         registry = new_registry(role="x", version="0")

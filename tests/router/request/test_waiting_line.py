@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.request.demand import MAX_RETRY_S, MIN_RETRY_S, Cause, Demand, Refusal, WaitingLimits
 from router.request.service_times import (
     MIN_ERRORS,
     START_CAUTION,
@@ -16,18 +17,7 @@ from router.request.service_times import (
     ServiceTimeModel,
     TokenWork,
 )
-from router.request.waiting_line import (
-    LEAST_SLACK_S,
-    LOOK_AHEAD,
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    Cause,
-    Demand,
-    Refusal,
-    Waiter,
-    WaitingLimits,
-    WaitingLine,
-)
+from router.request.waiting_line import LEAST_SLACK_S, LOOK_AHEAD, Waiter, WaitingLine
 from router.workers.pace import PromptsAhead
 from runtime.clock import NO_DEADLINE, Deadline, ManualClock
 from runtime.pace import MIN_TOKENS
@@ -508,3 +498,92 @@ def test_work_and_shortest_prompt_are_those_of_the_queue(
         assert line.line.shortest == min(
             (waiter.demand.num_tokens for waiter in there), default=math.inf
         )
+
+
+class Backlog(Line):
+    """Clients that always wait with one more request; serves one after another."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        super().__init__(max_waiting=1000, max_wait_s=1e9)
+        self.weights = weights
+        self.served = dict.fromkeys(weights, 0.0)
+
+    def arrive(self, client: str, expected: float) -> None:
+        work = TokenWork(0.0, expected)
+        demand = Demand(work, client=client, weight=self.weights[client])
+        assert isinstance(self.line.enter(demand, client, RATES, self.clock.now()), Waiter)
+
+    def serve_next(self, actual: float) -> str:
+        """Serve the next request, which takes `actual` tokens; return its client."""
+        waiter = self.line.first
+        self.line.served(waiter)
+        client, weight = waiter.item, waiter.demand.weight
+        self.served[client] += actual / weight
+        self.line.charge(0, client, (actual - waiter.demand.work.num_tokens) / weight)
+        return client
+
+
+@given(
+    weights=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
+    sizes=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=2, max_size=80),
+)
+def test_the_gap_between_two_backlogged_clients_is_bounded(
+    weights: tuple[float, float], sizes: list[tuple[int, int]]
+) -> None:
+    """By the largest requests of both, for their weights: whatever was expected of them."""
+    backlog = Backlog(dict(zip("ab", weights, strict=True)))
+    largest = max(max(expected, actual) for expected, actual in sizes)
+    bound = largest / weights[0] + largest / weights[1]
+    for client in "ab":
+        for expected, _ in sizes:
+            backlog.arrive(client, expected)
+    for _, actual in sizes:
+        backlog.serve_next(actual)
+        assert abs(backlog.served["a"] - backlog.served["b"]) <= bound * (1 + 1e-9)
+
+
+def test_a_client_with_a_hundred_times_the_requests_gets_an_equal_share() -> None:
+    """Jain's index of the tokens of five clients."""
+    backlog = Backlog(dict.fromkeys("abcde", 1.0))
+    for client in "abcde":
+        for number in range(900 if client == "a" else 9):
+            backlog.arrive(client, 50 + number % 7)
+    for _ in range(40):
+        backlog.serve_next(50.0)
+    shares = list(backlog.served.values())
+    assert sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) >= 0.95
+
+
+def test_twice_the_weight_is_twice_the_tokens() -> None:
+    backlog = Backlog({"a": 2.0, "b": 1.0})
+    for client in "ab":
+        for _ in range(60):
+            backlog.arrive(client, 100.0)
+    order = [backlog.serve_next(100.0) for _ in range(60)]
+    assert abs(order.count("a") - 2 * order.count("b")) <= 2
+
+
+def test_exact_tokens_replace_expected_ones() -> None:
+    """One client's requests generate ten times what is expected of them."""
+    backlog = Backlog({"a": 1.0, "b": 1.0})
+    for client in "ab":
+        for _ in range(40):
+            backlog.arrive(client, 10.0)
+    order = [
+        backlog.serve_next(100.0 if backlog.line.first.item == "a" else 10.0) for _ in range(33)
+    ]
+    assert order.count("b") >= 9 * order.count("a")
+
+
+def test_what_a_client_did_not_use_is_not_saved_up() -> None:
+    """A client returns from idle, or is given back tokens, and gets equal turns from then on."""
+    backlog = Backlog({"a": 1.0, "b": 1.0})
+    for _ in range(80):
+        backlog.arrive("a", 10.0)
+    for _ in range(30):
+        backlog.serve_next(10.0)
+    backlog.line.charge(0, "b", -1000.0)
+    for _ in range(40):
+        backlog.arrive("b", 10.0)
+    order = [backlog.serve_next(10.0) for _ in range(20)]
+    assert abs(order.count("a") - order.count("b")) <= 1
