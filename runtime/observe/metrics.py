@@ -490,6 +490,15 @@ class ClientMetrics:
                 "Requests rejected because a quota of their client is used up.",
                 "client",
                 "quota",
+                zeros=product(
+                    ("other",),
+                    (
+                        "requests_per_minute",
+                        "prompt_tokens_per_minute",
+                        "generated_tokens_per_minute",
+                        "concurrent_requests",
+                    ),
+                ),
             ),
         )
 
