@@ -21,6 +21,7 @@ from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission
 from router.request.client_limits import LimitsFile
 from router.request.flow import Services
+from router.request.holdback import Holdback
 from router.request.priorities import PriorityLimits
 from router.request.rejections import AdmissionLimits
 from router.request.retries import FlowLimits
@@ -205,7 +206,9 @@ def _services(
     service_model = ServiceTimeModel(SystemClock())
     admission = Admission(
         directory,
-        AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s),
+        AdmissionLimits(
+            config.max_waiting, config.max_wait_s, peer_wait_s, Holdback.parse(config.holdback)
+        ),
         metrics,
         service_model,
     )

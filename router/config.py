@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from router.request.holdback import HoldbackField
 from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
 from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
@@ -79,6 +80,11 @@ class RouterConfig(TlsConfig):
         default=DEFAULT_LIMITS,
         description="NAME=PRIORITY: most urgent priority of a token's holder or of a "
         "certificate's name; *: of every other client.",
+    )
+    holdback: tuple[HoldbackField, ...] = Field(
+        default=(),
+        description="PRIORITY=SHARE: requests of this priority or a less urgent one are placed only "
+        "while a decode pool is used less than this; repeatable.",
     )
     client_limits: Path | None = Field(
         default=None,

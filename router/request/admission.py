@@ -48,7 +48,7 @@ class Admission:
         self._metrics = metrics
         self._service_model = service_model
         self._clock = service_model.clock
-        self._scoring = ScoringPlaces(self._num_prefill_places, limits.max_wait_s)
+        self._scoring = ScoringPlaces(directory.num_prefill_places, limits.max_wait_s)
         self._line: WaitingLine[QueuedRequest] = WaitingLine(
             WaitingLimits(limits.max_waiting, limits.max_wait_s), service_model
         )
@@ -142,7 +142,7 @@ class Admission:
             if rates.is_idle
             else self._service_model.cautious_s(rates, request.client, demand.work)
         )
-        if not demand.deadline.allows(service_s):
+        if not demand.deadline.allows(service_s) or self._is_held_back(request):
             return None
         pair = self._placement.place(request.placement)
         if pair is None:
@@ -186,13 +186,6 @@ class Admission:
     def scoring_place(self, request: AdmissibleRequest) -> AbstractAsyncContextManager[None]:
         """Return a context that holds one of the client's places for prompts with logprobs."""
         return self._scoring.taken(request.client)
-
-    def _num_prefill_places(self) -> int:
-        return sum(
-            worker.info.max_running_requests
-            for worker in self._directory.usable(WorkerRole.PREFILL)
-            if worker.info is not None
-        )
 
     def _abandon(self, waiter: Waiter[QueuedRequest]) -> None:
         self._line.leave(waiter)
@@ -274,6 +267,12 @@ class Admission:
             and not self._placement.has_pair(replace(request.placement, context_tokens=0))
         )
 
+    def _is_held_back(self, request: AdmissibleRequest) -> bool:
+        holdback = self._limits.holdback
+        return bool(holdback.ceilings) and holdback.is_held(
+            request.engine.priority, self._directory.usable(WorkerRole.DECODE)
+        )
+
     def _pump(self) -> None:
         if not len(self._line):
             return
@@ -299,6 +298,8 @@ class Admission:
             rates = rates or self._rates()
             if self._drop_if_hopeless(waiter, rates):
                 continue
+            if self._is_held_back(request):
+                break  # and so are the less urgent ones after it
             pair = self._placement.place(request.placement)
             if pair is not None:
                 self._place(waiter, pair, rates)
@@ -326,7 +327,7 @@ class Admission:
                 self._clock.now(),
             )
             request = waiter.item.request
-            if self._lacks_compatible_workers(request):
+            if self._lacks_compatible_workers(request) or self._is_held_back(request):
                 return
             rates = self._rates()
             if self._drop_if_hopeless(waiter, rates):

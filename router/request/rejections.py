@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from router.request.demand import Cause, Refusal
+from router.request.holdback import NO_HOLDBACK, Holdback
 from router.request.validate import AdmissibleRequest
 from router.workers.directory import Directory
 from runtime.errors import CapacityError, UnavailableError
@@ -16,12 +17,13 @@ class AdmissionLimits:
     """Limits of the admission queue.
 
     At most `max_waiting` requests are queued, each for at most `max_wait_s`; `pairless_grace_s`
-    applies while no pair is usable.
+    applies while no pair is usable. `holdback` keeps capacity for urgent requests.
     """
 
     max_waiting: int = 1024
     max_wait_s: float = 60.0
     pairless_grace_s: float = 4.0
+    holdback: Holdback = NO_HOLDBACK
 
 
 class Rejections:

@@ -221,6 +221,14 @@ class Directory:
         """Return the workers of this role that accept requests, with room or not."""
         return self._worker_set.holding(role)
 
+    def num_prefill_places(self) -> int:
+        """Return the number of prompts that the usable prefill workers hold together."""
+        return sum(
+            worker.info.max_running_requests
+            for worker in self.usable(WorkerRole.PREFILL)
+            if worker.info is not None
+        )
+
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Return the status of every worker, for people."""
         return report.statuses(self.workers)
