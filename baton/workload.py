@@ -103,13 +103,15 @@ class Lengths:
 class Planned:
     """Planned request. `blocks` names the blocks of its prompt in a trace.
 
-    Two prompts are equal up to the first block that differs.
+    Two prompts are equal up to the first block that differs. `client` is the name of its client in a
+    simulation.
     """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    client: str = ""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Answered:
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int
+    client: str = ""
 
 
 class Clients:
@@ -84,7 +85,7 @@ class Clients:
         try:
             self._prompts[engine.request_id] = prompt
             await self._machine.receive(planned.prompt_tokens)
-            await self._resumed(engine, prompt, reader)
+            await self._resumed(engine, prompt, reader, planned.client)
         except BatonError as failure:
             error = failure.reason
         finally:
@@ -111,11 +112,16 @@ class Clients:
                 ),
                 planned.prompt_tokens,
                 reader.num_cached,
+                planned.client,
             )
         )
 
     async def _resumed(
-        self, engine: types_pb2.EngineRequest, prompt: SimulatedPrompt, reader: _Reader
+        self,
+        engine: types_pb2.EngineRequest,
+        prompt: SimulatedPrompt,
+        reader: _Reader,
+        client: str,
     ) -> None:
         for attempt in range(1, MAX_ROUTERS + 1):
             alive = [router for router in self._routers if router.is_up]
@@ -130,6 +136,7 @@ class Clients:
                 resumed=resumed,
                 resumed_from=(reader.workers,) if resumed else (),
                 routed=prompt,
+                client=client,
             )
             try:
                 async for response in router.answer(request):
