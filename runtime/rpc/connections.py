@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Descriptors for workers, stages, grammar processes, /metrics, health, transports and files.
 RESERVED_FILES = 512
 MAX_MARGIN = 1024  # connections beyond the limit that may arrive between two checks
-LOOK_S = 0.25
+LOOK_S = 0.5
 BUSY_LOOK_S = 0.05
 LOG_S = 60.0  # interval between two log lines about the same server
 

@@ -379,7 +379,7 @@ STATED = [
 ]
 # Numbers that pages write in words, and their values.
 WORDS = [
-    (SECURITY, "four times a second or twenty times", "runtime/rpc/connections.py:LOOK_S", 1 / 4),
+    (SECURITY, "twice a second or twenty times", "runtime/rpc/connections.py:LOOK_S", 1 / 2),
     (SECURITY, "twenty times while many come", "runtime/rpc/connections.py:BUSY_LOOK_S", 1 / 20),
     (SECURITY, "five closer together", f"{SERVER}:MAX_PING_STRIKES", 5),
     (API, "A refusal is cached for ten minutes", "runtime/grammar/checking.py:REMEMBER_S", 600),

@@ -41,6 +41,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
     "baton_discovery_errors",
     "baton_router_refused",
     "baton_router_dropped",
+    "baton_client_refused",
     "baton_resumptions",
     "baton_refused_messages",
 }
