@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from router.request.holdback import HoldbackField
+from router.request.holdback import Holdback, HoldbackField
 from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
 from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
@@ -227,3 +227,4 @@ class RouterConfig(TlsConfig):
             ConfigError: the settings do not fit together.
         """
         check_endpoint(self.otel_endpoint)
+        Holdback.parse(self.holdback)

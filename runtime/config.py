@@ -11,7 +11,7 @@ The TOML file has one table per role, so that a whole cluster can share it.
 import ipaddress
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,6 +93,22 @@ def _can_be_looked_up(host: str) -> bool:
     except UnicodeError:
         return False
     return host.isprintable() and " " not in host
+
+
+def accepted_by(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a validator of a text field that leaves the text as it is.
+
+    A ConfigError of `parse` becomes the ValueError that pydantic expects.
+    """
+
+    def validator(text: str) -> str:
+        try:
+            parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+    return validator
 
 
 def _checked_address(text: str) -> str:

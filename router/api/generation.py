@@ -290,6 +290,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> None:
         self.counts.failed += not task.cancelled() and task.exception() is not None
         works = [flow.work for flow in self._running.pop(key)]
+        responses.close()
         hold.settle(
             QuotaCharge(
                 prompt_tokens=sum(work.prompt_tokens for work in works),
@@ -297,7 +298,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             ),
             waited_s=timeline.timings.router_queue_s,
         )
-        responses.close()
 
     def _limits_of(self, caller: Caller) -> NamedLimits:
         clients = self._limits.clients

@@ -16,13 +16,13 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
+from router.request.priorities import EVERYBODY
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import ConfigError
 from runtime.security.access import Caller
 from runtime.security.file_reload import Contents, Watched
 
-EVERYBODY = "*"
 OTHERS = "other"  # metric label of clients without a table
 MAX_TABLES = 256
 RELOAD_S = 1.0  # a look at the file costs as much as all sums of a request

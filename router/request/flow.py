@@ -60,6 +60,7 @@ class RequestFlow:
         self._answer = answer
         self._timeline = answer.timeline
         resumed = request.resumed_of(0)
+        self._num_resumed = len(resumed)
         if resumed:
             self._timeline.resumed()
         self._services = services
@@ -79,7 +80,7 @@ class RequestFlow:
         self._unread: deque[ev.RequestEvent] | None = None
         self._admitting: Span | None = None
         self._notes: RequestNotes | None = None  # once a pair is booked
-        self._charged: TokenWork | None = None
+        self._charged: TokenWork | None = None  # on placement
         self.work = TokenWork()  # computed and generated, once the request has ended
         self._end: ev.End | None = None
         self._ended = self._loop.create_future()
@@ -372,8 +373,9 @@ class RequestFlow:
         self._end_admission()
         if self._notes is not None:
             self._services.metrics.running.dec()
-            self.work = TokenWork(self._notes.num_computed, self._answer.num_tokens)
-            self._record_end(end, self._notes.record)
+            num_tokens = self._answer.num_tokens
+            self.work = TokenWork(self._notes.num_computed, num_tokens - self._num_resumed)
+            self._record_end(end, self._notes.record, num_tokens)
         if end.finish is not None:
             self._answer.rest()
             self._answer.finish(self._answer.stopped or end.finish)
@@ -386,10 +388,10 @@ class RequestFlow:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    def _record_end(self, end: ev.End, record: ServiceRecord) -> None:
+    def _record_end(self, end: ev.End, record: ServiceRecord, num_tokens: int) -> None:
         error = end.error
         if end.finish is not None and end.finish.reason != types_pb2.FINISH_REASON_ABORTED:
-            record.ended(round(self.work.output_tokens))
+            record.ended(num_tokens)
         elif end.finish is None and self._deadline.remaining_s() <= CLOCKS_DIFFER_S:
             # The deadline ends the request, even if the client's end of the call noticed first.
             record.cut_off()

@@ -8,6 +8,7 @@ from pydantic import AfterValidator
 
 from router.request.priorities import MAX_PRIORITY
 from router.workers.worker import Worker
+from runtime.config import accepted_by
 from runtime.errors import ConfigError
 
 
@@ -64,12 +65,4 @@ def _parsed(entry: str) -> tuple[int, float]:
     return found
 
 
-def _checked(entry: str) -> str:
-    try:
-        _parsed(entry)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return entry
-
-
-HoldbackField = Annotated[str, AfterValidator(_checked)]
+HoldbackField = Annotated[str, AfterValidator(accepted_by(_parsed))]

@@ -52,7 +52,7 @@ class RequestNotes:
         self._timeline.timings.prefill_queue_s = event.started.queue_s
         self._num_cached = event.started.cached_tokens
         self._answer.cached(self._num_cached)
-        self.num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
+        self._charge(self._num_cached)
         surplus = self._num_cached - source.num_cached
         outcome = "equal" if surplus == 0 else "more" if surplus > 0 else "fewer"
         self._metrics.cache_predictions.labels(outcome).inc()
@@ -78,8 +78,12 @@ class RequestNotes:
     def _local(self, _: Booking, pool: Booking, event: decode_pb2.DecodeEvent) -> None:
         pool.reserved()
         self._answer.cached(event.local.cached_tokens)
-        self.num_computed = len(self._request.engine.prompt_token_ids) - event.local.cached_tokens
+        self._charge(event.local.cached_tokens)
         self._joined(pool)
+
+    def _charge(self, num_cached: int) -> None:
+        # Of a resumed response more than the prompt may be cached.
+        self.num_computed = max(0, len(self._request.engine.prompt_token_ids) - num_cached)
 
     def _joined(self, pool: Booking) -> None:
         self.record.committed(pool)

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator
 
+from runtime.config import accepted_by
 from runtime.errors import ConfigError
 from runtime.security.access import Caller
 
@@ -55,12 +56,4 @@ def _parsed(entry: str) -> tuple[str, int]:
     return name, priority
 
 
-def _checked(entry: str) -> str:
-    try:
-        _parsed(entry)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return entry
-
-
-PriorityLimitField = Annotated[str, AfterValidator(_checked)]
+PriorityLimitField = Annotated[str, AfterValidator(accepted_by(_parsed))]

@@ -24,7 +24,7 @@ from prometheus_client import Counter
 from pydantic import AfterValidator
 
 from runtime.clock import Deadline, LoopClock
-from runtime.config import Address, parse_peer
+from runtime.config import Address, accepted_by, parse_peer
 from runtime.errors import ConfigError
 from runtime.process.announce import announced_address, announcement_path
 
@@ -99,15 +99,7 @@ def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget
     return ServiceTarget(namespace, service, port)
 
 
-def _checked(text: str) -> str:
-    try:
-        parse_target(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
-TargetField = Annotated[str, AfterValidator(_checked)]
+TargetField = Annotated[str, AfterValidator(accepted_by(parse_target))]
 
 
 @dataclass(frozen=True)

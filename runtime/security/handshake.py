@@ -57,8 +57,10 @@ def _shaken(
     refusal arrives on the first read, as an alert or, from gRPC, as the end of the connection. A
     server that accepts sends its HTTP/2 settings.
     """
+    has_shaken = False
     try:
         with context.wrap_socket(plain, server_hostname=name) as connection:
+            has_shaken = True
             if not connection.recv(1):
                 return _closed(files)
     except ssl.SSLCertVerificationError as error:
@@ -66,8 +68,10 @@ def _shaken(
     except ssl.SSLError as error:
         alert = (error.reason or "").partition("ALERT_")[2].replace("_", " ").lower()
         return _closed(files, alert) if alert else (Handshake.PLAIN, "")
-    except (TimeoutError, ConnectionError):
-        return Handshake.PLAIN, ""
+    except ConnectionError:
+        return _closed(files) if has_shaken else (Handshake.PLAIN, "")
+    except TimeoutError:
+        return Handshake.COMPLETE if has_shaken else Handshake.PLAIN, ""
     return Handshake.COMPLETE, ""
 
 

@@ -1,5 +1,7 @@
 """Token buckets of clients: charged on arrival, settled at the end."""
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,32 +102,51 @@ def test_idle_clients_are_forgotten_before_running_ones() -> None:
         router.reserve(client="running")
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 5), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300)),
-        max_size=60,
-    )
+# Pause before a request in seconds, its tokens as expected and as generated, and the number of
+# requests that end after it.
+REQUESTS = st.lists(
+    st.tuples(st.floats(0, 5), st.integers(0, 300), st.integers(0, 300), st.integers(0, 3)),
+    max_size=60,
 )
-def test_no_more_is_used_than_the_quota_and_one_request(
+QUOTA = 600
+
+
+def most_used(router: Router, since_s: float, requests: list[tuple[float, int, int, int]]) -> float:
+    """Return what a quota since `since_s` allows: its refills, and one request beyond them."""
+    refilled = QUOTA * (1 + (router.clock.now() - since_s) / WINDOW_S)
+    return refilled + max((max(each[1:3]) for each in requests), default=0)
+
+
+@given(REQUESTS)
+def test_one_after_another_uses_no_more_than_the_quota(
     requests: list[tuple[float, int, int, int]],
 ) -> None:
-    """Whatever is expected of requests, and however many run at the same time."""
-    router = Router(generated_tokens_per_minute=600)
-    since_s, used, largest = router.clock.now(), 0, 0
-    running: list[tuple[QuotaHold, int]] = []
-    for pause_s, expected, generated, ending in requests:
+    """Whatever is expected of each."""
+    router = Router(generated_tokens_per_minute=QUOTA)
+    since_s, used = router.clock.now(), 0
+    for pause_s, expected, generated, _ in requests:
         router.clock.advance(pause_s)
-        try:
-            running.append((router.reserve(generated=expected), generated))
-        except CapacityError:
-            continue
-        largest = max(largest, generated, expected)
-        if ending % 2:
-            for hold, tokens in running:
-                hold.settle(QuotaCharge(1, 0, tokens))
-                used += tokens
-            running.clear()
-    allowed = 600 * (1 + (router.clock.now() - since_s) / WINDOW_S)
-    assert used <= allowed + largest * max(1, len(requests))
-    if all(generated <= expected for _, expected, generated, _ in requests):
-        assert used <= allowed + largest
+        with contextlib.suppress(CapacityError):
+            router.reserve(generated=expected).settle(QuotaCharge(1, 0, generated))
+            used += generated
+        assert used <= most_used(router, since_s, requests)
+
+
+@given(REQUESTS)
+def test_at_the_same_time_they_use_no_more_than_the_quota(
+    requests: list[tuple[float, int, int, int]],
+) -> None:
+    """If no more is generated than is expected, however many run at once."""
+    router = Router(generated_tokens_per_minute=QUOTA)
+    since_s, used = router.clock.now(), 0
+    running: list[tuple[QuotaHold, int]] = []
+    for pause_s, expected, generated, num_ending in requests:
+        router.clock.advance(pause_s)
+        with contextlib.suppress(CapacityError):
+            running.append((router.reserve(generated=expected), min(generated, expected)))
+        for _ in range(min(num_ending, len(running))):
+            hold, tokens = running.pop(0)
+            hold.settle(QuotaCharge(1, 0, tokens))
+            used += tokens
+        held = sum(tokens for _, tokens in running)
+        assert used + held <= most_used(router, since_s, requests)

@@ -371,3 +371,16 @@ async def test_an_aborted_response_has_the_text_of_its_tokens() -> None:
         assert told.end[0] == "FINISH_REASON_ABORTED"
         assert told.text
         assert told.text == "".join(texts_of(told.token_ids, []))[: len(told.text)]
+
+
+async def test_tokens_that_the_client_has_are_charged_once() -> None:
+    """To the router that generated them, not to the one that resumes the response."""
+    async with running_router(*pair()) as router:
+        whole = await router.ask(a_question())
+        charged = router.metric("baton_client_tokens_total", client="other", kind="generated")
+        assert charged == len(whole.token_ids)
+        rest = await router.ask(a_question(whole.token_ids[:4]))
+        charged += len(rest.token_ids)
+        assert rest.token_ids == whole.token_ids[4:]
+        value = router.metric("baton_client_tokens_total", client="other", kind="generated")
+        assert value == charged
