@@ -249,7 +249,7 @@ def serve(config: GatewayConfig) -> None:
     from smg.router import Router
     from smg.router_args import RouterArgs
 
-    listen, metrics_port = _chosen(config)
+    listen, metrics_port = listeners_of(config)
     parser = _Parser(add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     given = RouterArgs.from_cli_args(
@@ -281,21 +281,27 @@ def _refuse_own_texts(given: Any) -> None:  # noqa: ANN401 - of a package that m
             )
 
 
-def _chosen(config: GatewayConfig) -> tuple[Address, int]:
+def listeners_of(config: GatewayConfig) -> tuple[Address, int]:
     """Return the address to listen on and the metrics port; choose ports that are left open."""
     listen = parse_address(config.listen, field="listen")
     if not listen.port:
-        listen = Address(listen.host, _free_port(listen.host))
-    return listen, config.metrics_port or _free_port(config.metrics_host)
+        listen = Address(listen.host, _free_port(listen.host, taken=config.metrics_port))
+    metrics_port = config.metrics_port or _free_port(config.metrics_host, taken=listen.port)
+    return listen, metrics_port
 
 
-def _free_port(host: str) -> int:
+def _free_port(host: str, *, taken: int | None) -> int:
+    """Return a port that is free, other than the one `taken` by this gateway's other listener.
+
+    The kernel may offer a port again as soon as its probe is closed.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as probe:
-            port: int = probe.getsockname()[1]
-            return port
+        while True:
+            with socket.create_server((host, 0), family=family) as probe:
+                port: int = probe.getsockname()[1]
+            if port != taken:
+                return port
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error.strerror}", field="listen") from error
 

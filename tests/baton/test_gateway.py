@@ -4,10 +4,12 @@ tests/cluster/test_openai.py."""
 import asyncio
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from baton.gateway import (
     arguments_of,
     check_can_serve,
     check_installed,
+    listeners_of,
     serve,
     wait_ready,
 )
@@ -38,6 +41,34 @@ def settings(**given: Any) -> GatewayConfig:  # noqa: ANN401
 def values_of(arguments: list[str], flag: str) -> list[str]:
     """Return the values that follow each `flag`."""
     return [arguments[index + 1] for index, argument in enumerate(arguments) if argument == flag]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (HERE, 8001)),
+        ({"listen": "127.0.0.1:8000"}, (HERE, 8001)),
+        ({"metrics_port": 8000}, (Address("127.0.0.1", 8001), 8000)),
+    ],
+)
+def test_the_two_listeners_have_different_ports(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, object], expected: tuple[Address, int]
+) -> None:
+    """The kernel offers a port again as soon as it is free."""
+    offered = iter((8000, 8000, 8001))
+
+    class Probe:
+        def __init__(self, *_: object, **__: object) -> None: ...
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", next(offered)
+
+    probes = SimpleNamespace(create_server=Probe, AF_INET=socket.AF_INET, AF_INET6=socket.AF_INET6)
+    monkeypatch.setattr("baton.gateway.socket", probes)
+    assert listeners_of(settings(**{"listen": "127.0.0.1:0", **given})) == expected
 
 
 def test_every_router_is_given_and_what_they_do_better_is_off() -> None:

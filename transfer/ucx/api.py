@@ -115,7 +115,7 @@ class UcxLibrary:
     """The loaded UCXX library: its constructors with the types above.
 
     Raises:
-        ConfigError: UCXX is not installed.
+        ConfigError: UCXX is not installed, or its libraries cannot be loaded.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class UcxLibrary:
         try:
             import ucxx._lib.libucxx as ucx
             from ucxx._lib.arr import Array
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             raise ConfigError(
                 f"UCX is not usable: {error}; install the ucx extra", field="transport"
             ) from error

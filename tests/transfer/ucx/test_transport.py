@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,7 @@ from transfer.ucx.transport import SOCKET_CHECK_S, UcxTransport
 PROFILES = [TransportProfile.SHM, TransportProfile.TCP]
 NUM_BYTES = 8 << 20
 NUM_MESSAGES = 8
+LIBRARY = "ucxx._lib.libucxx"
 
 
 @pytest.fixture(params=PROFILES)
@@ -37,6 +39,21 @@ def profile(request: pytest.FixtureRequest) -> TransportProfile:
 @pytest.fixture
 def make_transport(profile: TransportProfile) -> Callable[[], Transport]:
     return lambda: UcxTransport(profile=profile, clock=SystemClock())
+
+
+@pytest.mark.parametrize("failure", [ImportError, OSError])
+def test_libraries_that_cannot_be_loaded_are_an_error_of_the_setting(
+    monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    class Refusing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == LIBRARY:
+                raise failure("libucs.so: not page-aligned")
+
+    monkeypatch.delitem(sys.modules, LIBRARY, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+    with pytest.raises(ConfigError, match="libucs.so: not .*; install the ucx extra"):
+        UcxLibrary()
 
 
 class TestContract(TransportContract):
