@@ -52,7 +52,7 @@ def test_libraries_that_cannot_be_loaded_are_an_error_of_the_setting(
 
     monkeypatch.delitem(sys.modules, LIBRARY, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
-    with pytest.raises(ConfigError, match="libucs.so: not .*; install the ucx extra"):
+    with pytest.raises(ConfigError, match=r"libucs.so: not .*; install the ucx extra"):
         UcxLibrary()
 
 
