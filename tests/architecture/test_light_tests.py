@@ -1,15 +1,13 @@
 """Tests of what needs no torch do not wait for it."""
 
 import os
-import resource
 import subprocess
 import sys
 
 from tests.architecture.source import ROOT
 from tests.conftest import WITHOUT_TORCH
 
-START_S = 2.0  # of one core, for one test: the interpreter, pytest, its plugins, gRPC
-TRIES = 5  # the first may write bytecode, and a core that others use counts more
+MOST_MODULES = 850  # the interpreter, pytest, its plugins, gRPC
 
 
 def run(program: str) -> str:
@@ -38,15 +36,13 @@ assert "torch" not in sys.modules
 """)
 
 
-def test_one_of_them_runs_in_less_than_two_seconds() -> None:
-    used_s: list[float] = []
-    while len(used_s) < TRIES and min(used_s, default=START_S) >= START_S:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        said = run("""
-import pytest
+def test_one_of_them_loads_little() -> None:
+    """A count of modules says on every machine what seconds say on an idle one."""
+    said = run("""
+import sys, pytest
 assert pytest.main(["tests/runtime/test_pairing.py", "-q", "-p", "no:cacheprovider"]) == 0
+print(*sys.modules)
 """)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert " passed in " in said
-        used_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(used_s) < START_S, used_s
+    loaded = set(said.splitlines()[-1].split())
+    assert len(loaded) < MOST_MODULES
+    assert not loaded & {"torch", "numba", "numpy", "transformers", "tokenizers", "llguidance"}
