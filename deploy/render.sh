@@ -12,6 +12,11 @@ rules=components/monitoring/rules.yaml
     sed '1,/^groups:$/d; s/^./  &/' alerts/rules.yaml
 } >"$rules.new"
 cmp -s "$rules.new" "$rules" && rm "$rules.new" || mv "$rules.new" "$rules"
+# What the chart reads must be inside it.
+mkdir -p chart/files
+for file in base/baton.toml alerts/rules.yaml; do
+    cmp -s "$file" "chart/files/$(basename "$file")" || cp "$file" chart/files/
+done
 mkdir -p "$out/examples"
 for overlay in overlays/*/ examples/*/; do
     folder=$out
