@@ -24,6 +24,7 @@ from router.request.flow import Services
 from router.request.holdback import Holdback
 from router.request.priorities import PriorityLimits
 from router.request.rejections import AdmissionLimits
+from router.request.request_log import RequestLog
 from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel
 from router.text.model_facts import ModelLimits, ServedModel, load_served_model
@@ -84,7 +85,8 @@ async def serve(
         also_served=(ORCA_SERVICE,),
         tracing=tracing,
     )
-    generation = _add_apis(server, config, model, services, security)
+    request_log = None if config.request_log is None else RequestLog(config.request_log)
+    generation = _add_apis(server, config, model, services, security, request_log)
     pages = status_pages(partial(generation.cluster_status, for_operators=True), generation.problem)
     try:
         async with _listening(server, config, registry, incarnation, pages) as address:
@@ -100,6 +102,8 @@ async def serve(
         if model.grammars is not None:
             await asyncio.to_thread(model.grammars.close)
         await asyncio.to_thread(tracing.close)
+        if request_log is not None:
+            await asyncio.to_thread(request_log.close)
 
 
 def _server_security(config: RouterConfig) -> ServerSecurity:
@@ -229,6 +233,7 @@ def _add_apis(
     model: ServedModel,
     services: Services,
     security: ServerSecurity,
+    request_log: RequestLog | None,
 ) -> GenerationService:
     """Register every service that clients call; return the one of the public API."""
     limits = RequestLimits(
@@ -238,7 +243,9 @@ def _add_apis(
         config.salt_by_client,
         None if config.client_limits is None else LimitsFile(config.client_limits, SystemClock()),
     )
-    generation = GenerationService(model, services, limits, SystemClock(), security.caller)
+    generation = GenerationService(
+        model, services, limits, SystemClock(), security.caller, request_log
+    )
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(
         OpenRcaService(generation.load, generation.counts), server.grpc

@@ -91,6 +91,11 @@ class RouterConfig(TlsConfig):
         description="TOML file with a table for each client: its weight and quotas; read again when "
         "it changes.",
     )
+    request_log: Path | None = Field(
+        default=None,
+        description="File to which a line of JSON is appended for each request that ends; -: standard "
+        "output.",
+    )
     log_level: str = Field(
         default="info", description="Least level logged: debug, info, warning or error."
     )

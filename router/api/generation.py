@@ -1,9 +1,4 @@
-"""`baton.v1.Generation`: validates requests, starts a flow for each, and streams its responses.
-
-Each choice of a request is a separate request to the workers, and all choices share one stream.
-They begin together and fail together: the first error ends the others. Choice i samples with a seed
-derived from the request's, so that every choice can be reproduced alone.
-"""
+"""`baton.v1.Generation`: validates requests, starts a flow for each, and streams its responses."""
 
 import asyncio
 import hashlib
@@ -11,6 +6,7 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -18,10 +14,12 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.answer import Answer, Output, ResponseQueue
+from router.request.choices import choice_of, run_together
 from router.request.client_limits import ClientLimits, LimitsFile, NamedLimits
 from router.request.flow import RequestFlow, Services
 from router.request.priorities import PriorityLimits
 from router.request.quotas import ClientQuotas, QuotaCharge, QuotaHold
+from router.request.request_log import RequestLog, ended, refused
 from router.request.resumption import feed
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible, resolved_sampling
@@ -29,18 +27,15 @@ from router.text.model_facts import ModelLimits, ServedModel
 from router.workers.report import without_addresses
 from router.workers.worker import Worker
 from runtime.clock import Clock
-from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.observe.log import rebind
 from runtime.observe.tracing import note
-from runtime.process.supervision import task_group
 from runtime.security.access import ANYBODY, Caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
+NEW_SEED = partial(secrets.randbits, 64)  # of a request without one
 FLUSH_TIMEOUT_S = 5.0  # per worker, which flushes between two steps of its engine
-# 2^64 divided by the golden ratio, so that seeds of neighboring requests do not collide (Knuth,
-# TAOCP 3, section 6.4).
-SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,17 @@ class RequestKey:
 
     owner: str
     request_id: str
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """One call of `Generate`, from its arrival; `request_id` is the client's, or else chosen."""
+
+    request_id: str
+    caller: Caller
+    context: Context
+    timeline: Timeline
+    responses: ResponseQueue
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         limits: RequestLimits,
         clock: Clock,
         caller_of: Callable[[Context], Caller] = lambda _: ANYBODY,
+        request_log: RequestLog | None = None,
     ) -> None:
         self._model = model
         self._caller_of = caller_of
         self._services = services
         self._limits = limits
         self._clock = clock
+        self._log = request_log
         self.counts = RequestCounts()
         self._quotas = ClientQuotas(clock, services.client_metrics)
         self._running: dict[RequestKey, tuple[RequestFlow, ...]] = {}  # a flow for each choice
@@ -96,32 +104,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         request_id = request.request_id or uuid.uuid4().hex
         rebind(request_id=request_id)
         caller = self._caller_of(context)
-        named = self._limits_of(caller)
-        checked = await admissible(
-            request,
-            self._facts(),
-            self._model.text_tokenizer,
-            new_seed,
-            self._model.grammars,
-            most_urgent=self._limits.priorities.most_urgent(caller),
-            client=caller.account,
-        )
-        checked = replace(checked, weight=named.limits.weight)
-        checked.engine.request_id = request_id
-        if self._limits.salts_by_client:
-            checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
-        outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         responses = ResponseQueue(self._limits.client_stall_s)
-        hold = self._quotas.reserve(caller.account, named, self._charge(checked, named.limits))
+        call = GenerateCall(request_id, caller, context, timeline, responses)
         try:
-            key = self._register(checked, outputs, responses, timeline, context, caller)
-        except BaseException:
-            hold.settle(QuotaCharge())
+            task = await self._start(request, call)
+        except BatonError as error:
+            if self._log is not None:
+                self._log.write(refused(request_id, caller, timeline, error))
             raise
-        flows = self._running[key]
-        task = asyncio.create_task(flows[0].run() if len(flows) == 1 else run_together(flows))
-        # In a callback, because this handler may be cancelled at any await, and more than once.
-        task.add_done_callback(lambda ended: self._ended(key, hold, timeline, responses, ended))
         try:
             async for response in responses:
                 yield response
@@ -131,6 +121,42 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+    async def _start(
+        self, request: generation_pb2.GenerateRequest, call: GenerateCall
+    ) -> "asyncio.Task[None]":
+        """Check a request, reserve its quota, and return the task that answers it.
+
+        Raises:
+            BatonError: the request is refused.
+        """
+        caller = call.caller
+        named = self._limits_of(caller)
+        checked = await admissible(
+            request,
+            self._facts(),
+            self._model.text_tokenizer,
+            NEW_SEED,
+            self._model.grammars,
+            most_urgent=self._limits.priorities.most_urgent(caller),
+            client=caller.account,
+        )
+        checked = replace(checked, weight=named.limits.weight)
+        checked.engine.request_id = call.request_id
+        if self._limits.salts_by_client:
+            checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
+        outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
+        hold = self._quotas.reserve(caller.account, named, self._charge(checked, named.limits))
+        try:
+            key = self._register(checked, outputs, call)
+        except BaseException:
+            hold.settle(QuotaCharge())
+            raise
+        flows = self._running[key]
+        task = asyncio.create_task(flows[0].run() if len(flows) == 1 else run_together(flows))
+        # In a callback, because the handler may be cancelled at any await, and more than once.
+        task.add_done_callback(lambda done: self._ended(key, hold, checked, call, done))
+        return task
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: Context
@@ -228,10 +254,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self,
         checked: AdmissibleRequest,
         outputs: Sequence[Output],
-        responses: ResponseQueue,
-        timeline: Timeline,
-        context: Context,
-        caller: Caller,
+        call: GenerateCall,
     ) -> RequestKey:
         """Create and register a flow for each choice; return their key.
 
@@ -240,12 +263,12 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         """
         engine = checked.engine
         note(request_id=engine.request_id, prompt_tokens=len(engine.prompt_token_ids))
-        key = RequestKey(caller.identity, engine.request_id)
+        key = RequestKey(call.caller.identity, engine.request_id)
         if key in self._running:
             raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
         self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))
         # None without a deadline, although it is typed as a float.
-        remaining_s = cast("float | None", context.time_remaining())
+        remaining_s = cast("float | None", call.context.time_remaining())
         timeout_s = self._limits.max_request_s
         timeout_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
         self.counts.accepted += 1
@@ -256,8 +279,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     engine.request_id,
                     index,
                     output,
-                    responses,
-                    timeline.sibling() if index else timeline,
+                    call.responses,
+                    call.timeline.sibling() if index else call.timeline,
                 ),
                 self._services,
                 timeout_s,
@@ -284,19 +307,24 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self,
         key: RequestKey,
         hold: QuotaHold,
-        timeline: Timeline,
-        responses: ResponseQueue,
+        checked: AdmissibleRequest,
+        call: GenerateCall,
         task: "asyncio.Task[None]",
     ) -> None:
-        self.counts.failed += not task.cancelled() and task.exception() is not None
-        works = [flow.work for flow in self._running.pop(key)]
-        responses.close()
+        error = None if task.cancelled() else task.exception()
+        self.counts.failed += error is not None
+        flows = self._running.pop(key)
+        works = [flow.work for flow in flows]
+        call.responses.close()
+        if self._log is not None:
+            for flow in flows:
+                self._log.write(ended(checked, call.caller, flow.answer, error))
         hold.settle(
             QuotaCharge(
                 prompt_tokens=sum(work.prompt_tokens for work in works),
                 generated_tokens=sum(work.output_tokens for work in works),
             ),
-            waited_s=timeline.timings.router_queue_s,
+            waited_s=call.timeline.timings.router_queue_s,
         )
 
     def _limits_of(self, caller: Caller) -> NamedLimits:
@@ -335,37 +363,3 @@ async def _flush(worker: Worker) -> generation_pb2.FlushedCache:
     except grpc.aio.AioRpcError as error:
         flushed.error = error.details() or error.code().name
     return flushed
-
-
-def new_seed() -> int:
-    """Return a seed for a request without one."""
-    return secrets.randbits(64)
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`; choice 0 has the request's own."""
-    return (seed + index * SEED_STRIDE) % 2**64
-
-
-def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
-    """Return choice `index` as a separate request. Only choice 0 scores the common prompt."""
-    if index == 0:
-        return request
-    engine = types_pb2.EngineRequest()
-    engine.CopyFrom(request.engine)
-    engine.request_id = f"{engine.request_id}/{index}"
-    engine.sampling.seed = choice_seed(engine.sampling.seed, index)
-    engine.ClearField("num_prompt_logprobs")
-    return replace(
-        request,
-        engine=engine,
-        resumed=request.resumed[index : index + 1],
-        resumed_from=request.resumed_from[index : index + 1],
-    )
-
-
-async def run_together(flows: Sequence[RequestFlow]) -> None:
-    """Run every flow to its end; raise the first BatonError after the others were cancelled."""
-    async with task_group() as group:
-        for flow in flows:
-            group.create_task(flow.run())

@@ -127,7 +127,7 @@ class Answer:
     ) -> None:
         """`request_id` is the client's id, `index` the choice."""
         self._request_id = request_id
-        self._index = index
+        self.index = index
         self._output = output
         self._responses = responses
         self.timeline = timeline
@@ -143,6 +143,10 @@ class Answer:
     def num_tokens(self) -> int:
         """Return the number of tokens that the client has."""
         return self._output.num_tokens
+
+    @property
+    def usage(self) -> generation_pb2.Usage:
+        return self._output.usage()
 
     @property
     def stopped(self) -> generation_pb2.GenerateFinish | None:
@@ -204,7 +208,7 @@ class Answer:
 
     def _send(self, response: generation_pb2.GenerateResponse) -> None:
         response.request_id = self._request_id
-        response.index = self._index
+        response.index = self.index
         self._responses.put(response)
 
 

@@ -57,7 +57,7 @@ class RequestFlow:
         self, request: AdmissibleRequest, answer: Answer, services: Services, timeout_s: float
     ) -> None:
         self._request = request
-        self._answer = answer
+        self.answer = answer
         self._timeline = answer.timeline
         resumed = request.resumed_of(0)
         self._num_resumed = len(resumed)
@@ -118,7 +118,7 @@ class RequestFlow:
         """
         timer = self._loop.call_later(self._timeout_s, self._happened, ev.DeadlinePassed())
         try:
-            finish = self._answer.stopped or finish_of(
+            finish = self.answer.stopped or finish_of(
                 self._request.resumed_of(0), self._request.engine
             )
             self._happened(ev.Arrived() if finish is None else ev.ClientStopped(finish))
@@ -248,7 +248,7 @@ class RequestFlow:
             placed.service_s,
         )
         placement = services.directory.placement
-        self._notes = RequestNotes(self._request, self._answer, record, placement, services.metrics)
+        self._notes = RequestNotes(self._request, self.answer, record, placement, services.metrics)
         services.metrics.running.inc()
         self._happened(self._pair_placed(number, placed.pair))
 
@@ -330,12 +330,12 @@ class RequestFlow:
         if is_decoded and self._notes is not None:
             self._timeline.decoded()
             self._notes.record.sampled(len(tokens.token_ids))
-        self._answer.tokens(tokens)
-        if (finish := self._answer.stopped) is not None:
+        self.answer.tokens(tokens)
+        if (finish := self.answer.stopped) is not None:
             self._happened(ev.ClientStopped(finish))
 
     def _emit_scores(self, command: ev.EmitScores) -> None:
-        if self._answer.has_room:
+        if self.answer.has_room:
             self._pass_scores(command)
         else:
             self._unread = deque()
@@ -344,7 +344,7 @@ class RequestFlow:
     async def _pass_scores_later(self, command: ev.EmitScores) -> None:
         failure: Exception | None = None
         try:
-            await self._answer.room()
+            await self.answer.room()
             self._pass_scores(command)
         except Exception as error:  # noqa: BLE001 - it ends this request only
             failure = error
@@ -357,7 +357,7 @@ class RequestFlow:
 
     def _pass_scores(self, command: ev.EmitScores) -> None:
         """Send scores to the client, and confirm them to the worker."""
-        self._answer.scores(command.scores)
+        self.answer.scores(command.scores)
         self._streams.confirm_scores(command.number)
 
     def _note(self, command: ev.Note) -> None:
@@ -365,7 +365,7 @@ class RequestFlow:
             self._notes.reached(command)
 
     def _note_migration(self, command: ev.NoteMigration) -> None:
-        self._services.metrics.migrations.labels(command.reason, command.outcome).inc()
+        self._timeline.migrated(command.reason, command.outcome)
 
     def _stop(self, end: ev.End) -> None:
         """End the request for the client."""
@@ -373,12 +373,12 @@ class RequestFlow:
         self._end_admission()
         if self._notes is not None:
             self._services.metrics.running.dec()
-            num_tokens = self._answer.num_tokens
+            num_tokens = self.answer.num_tokens
             self.work = TokenWork(self._notes.num_computed, num_tokens - self._num_resumed)
             self._record_end(end, self._notes.record, num_tokens)
         if end.finish is not None:
-            self._answer.rest()
-            self._answer.finish(self._answer.stopped or end.finish)
+            self.answer.rest()
+            self.answer.finish(self.answer.stopped or end.finish)
         if self._charged is not None:
             self._services.admission.settle(self._request, self._charged, self.work)
         self._conclude(end)

@@ -41,9 +41,9 @@ class RequestNotes:
 
     def reached(self, note: Note) -> None:
         """Record a milestone."""
-        self._MILESTONES[note.milestone](
-            self, booking_of(note.source), booking_of(note.pool), note.message
-        )
+        source, pool = booking_of(note.source), booking_of(note.pool)
+        self._timeline.workers = source, pool
+        self._MILESTONES[note.milestone](self, source, pool, note.message)
 
     def _placed(self, _: Booking, pool: Booking, __: None) -> None:
         self._answer.sampled_by = self._request.sampled_by(pool.compatibility)

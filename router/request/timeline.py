@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from protos import types_pb2
-from router.workers.worker import WorkerRole
+from router.workers.worker import Booking, WorkerRole
 from runtime.clock import Clock
 from runtime.observe.metrics import RouterMetrics
 
@@ -30,6 +30,10 @@ class Timeline:
     metrics: RouterMetrics
     timings: types_pb2.Timings = field(default_factory=types_pb2.Timings)
     num_tokens: int = 0
+    outcome: str = ""  # once it has ended
+    workers: tuple[Booking, Booking] | None = None  # the last prefill worker and decode pool
+    num_retries: int = 0
+    num_migrations: int = 0
     _first_token_at_s: float | None = None
     _last_tokens_at_s: float = 0.0
     _committed_at_s: float | None = None
@@ -38,6 +42,16 @@ class Timeline:
     def __post_init__(self) -> None:
         self._received_at_s = self.clock.now()
         self._reserving_at_s = self._received_at_s
+
+    @property
+    def age_s(self) -> float:
+        return self.clock.now() - self._received_at_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Return the time to the first token; None before it."""
+        first_at_s = self._first_token_at_s
+        return None if first_at_s is None else first_at_s - self._received_at_s
 
     def sibling(self) -> "Timeline":
         """Return a timeline for another choice of the same request, with the same arrival time."""
@@ -82,13 +96,19 @@ class Timeline:
         self.num_tokens += count
         self.metrics.completion_tokens.inc(count)
 
+    def migrated(self, reason: str, outcome: str) -> None:
+        self.num_migrations += 1
+        self.metrics.migrations.labels(reason, outcome).inc()
+
     def retried(self, role: WorkerRole, reason: str) -> None:
+        self.num_retries += 1
         self.metrics.retries.labels(role.value, reason).inc()
 
     def ended(self, outcome: str) -> None:
         """Record the end of the request, with its outcome; only the first call counts."""
         if self.timings.HasField("total_s"):
             return
+        self.outcome = outcome
         self.timings.total_s = self.clock.now() - self._received_at_s
         self.metrics.e2e_s.labels(outcome).observe(self.timings.total_s)
         if self._first_token_at_s is not None and self.num_tokens > 1:

@@ -22,6 +22,7 @@ from router.request.admission import Admission
 from router.request.flow import Services
 from router.request.priorities import PriorityLimits
 from router.request.rejections import AdmissionLimits
+from router.request.request_log import RequestLog
 from router.request.retries import FlowLimits
 from router.request.service_times import ServiceTimeModel
 from router.text.chat_template import ChatTemplate
@@ -277,6 +278,7 @@ async def running_router(
     security: ServerSecurity = OPEN_SERVER,
     limits: RequestLimits = REQUEST_LIMITS,
     longest_restart_s: float = 0.0,
+    request_log: RequestLog | None = None,
 ) -> AsyncIterator[RouterHarness]:
     """Start the fakes and a router in front of them; it is paired when the block begins, if the
     workers fit."""
@@ -321,7 +323,7 @@ async def running_router(
             metrics=RpcMetrics.create(registry),
             security=security,
         )
-        service = GenerationService(model, services, limits, clock, security.caller)
+        service = GenerationService(model, services, limits, clock, security.caller, request_log)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         address = await server.start()
         stack.push_async_callback(server.grpc.stop, grace=0)

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from protos import generation_pb2, types_pb2
-from router.api.generation import SEED_STRIDE
+from router.request.choices import SEED_STRIDE
 from runtime.errors import InternalError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.router.fake_workers import (
