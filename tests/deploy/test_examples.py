@@ -43,6 +43,23 @@ def test_every_example_is_rendered_and_valid() -> None:
     assert len(known) > 30
 
 
+def test_kept_kernels_are_in_one_claim_of_all_workers() -> None:
+    documents = example("kept-kernels")
+    (claim,) = of_kind(documents, "PersistentVolumeClaim")
+    where = {
+        pod.name: volume
+        for pod in pod_kinds(documents)
+        for volume in pod.spec["volumes"]
+        if volume["name"] == "kernels"
+    }
+    name = claim["metadata"]["name"]
+    assert {pod.name for pod in pod_kinds(load("laptop")) if pod.role in {"prefill", "decode"}} == (
+        where.keys()
+    )
+    for volume in where.values():
+        assert volume == {"name": "kernels", "persistentVolumeClaim": {"claimName": name}}
+
+
 def test_two_models_in_one_namespace_do_not_meet() -> None:
     """Exactly the edges of one model, twice."""
     documents = example("two-models")

@@ -254,8 +254,13 @@ annotations:
 {{- end }}
 {{- if include "baton.isWorker" .name }}
 - name: kernels
+  {{- if $values.kernels.claim }}
+  persistentVolumeClaim:
+    claimName: {{ $values.kernels.claim }}
+  {{- else }}
   emptyDir:
     sizeLimit: 512Mi
+  {{- end }}
 {{- end }}
 {{- if and $values.model.claim (ne .name "planner") }}
 - name: model
