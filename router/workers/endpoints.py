@@ -2,8 +2,8 @@
 
 An endpoint counts while it is ready and not terminating. A watch that the API server ends is
 resumed at its last version. After 410 Gone the endpoints are listed again. A lost connection is
-retried with growing pauses. Until then the last known addresses are kept. Token and certificates
-are loaded again for each connection, because Kubernetes replaces them.
+retried with growing pauses. Until then the last known addresses are kept. Kubernetes replaces the
+token every hour: it is read for each request, and certificates for each connection.
 """
 
 import asyncio
@@ -12,9 +12,10 @@ import logging
 import os
 import random
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -34,6 +35,20 @@ FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 30.0
 
 Slices = dict[str, frozenset[str]]  # addresses by slice name
+
+
+@dataclass(frozen=True)
+class _AccountToken(httpx2.Auth):
+    """The service account's present token, in each request."""
+
+    file: Path
+
+    async def async_auth_flow(
+        self, request: httpx2.Request
+    ) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
+        token = await asyncio.to_thread(self.file.read_text)
+        request.headers["Authorization"] = f"Bearer {token.strip()}"
+        yield request
 
 
 class _GoneError(Exception):
@@ -78,7 +93,6 @@ class EndpointSource:
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[httpx2.AsyncClient]:
         account = self.options.service_account
-        token = await asyncio.to_thread((account / "token").read_text)
         base = self.options.kubernetes_api or _in_cluster_api()
         verify: ssl.SSLContext | bool = True
         if base.startswith("https:"):
@@ -91,7 +105,7 @@ class EndpointSource:
             verify=verify,
             timeout=timeout,
             trust_env=False,
-            headers={"Authorization": f"Bearer {token.strip()}"},
+            auth=_AccountToken(account / "token"),
         ) as client:
             yield client
 

@@ -240,8 +240,9 @@ def _quoted(value: object) -> str:
     return json.dumps(text, ensure_ascii=False) if _QUOTED.intersection(text) else text
 
 
-# At level debug these libraries log every call, or every compiled instruction.
-_TALKATIVE = ("grpc", "numba")
+# At level debug these libraries log every call, or every compiled instruction; httpx2 logs every
+# request at level info.
+_TALKATIVE = {"grpc": logging.INFO, "numba": logging.INFO, "httpx2": logging.WARNING}
 # This logger writes every metadata value that is not UTF-8 in full, with a traceback, each time it
 # is read. That exposes a token with a stray byte, or turns 2 KB from an unknown caller into 300 KB
 # of log. `runtime.rpc.calls` logs the errors of handlers instead.
@@ -260,8 +261,8 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
     handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else HumanFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
-    for library in _TALKATIVE:
-        logging.getLogger(library).setLevel(max(logging.INFO, logging.getLogger().level))
+    for library, least in _TALKATIVE.items():
+        logging.getLogger(library).setLevel(max(least, logging.getLogger().level))
     for library in _QUOTING:
         logging.getLogger(library).setLevel(logging.CRITICAL)
 

@@ -36,7 +36,7 @@ STYLES = list(LogStyle)
 def restored_root_logger() -> Iterator[None]:
     root = logging.getLogger()
     handlers = root.handlers[:]
-    names = (None, "grpc", "grpc._cython.cygrpc", "numba")
+    names = (None, "grpc", "grpc._cython.cygrpc", "numba", "httpx2")
     levels = [(logger, logger.level) for logger in map(logging.getLogger, names)]
     yield
     root.handlers[:] = handlers
@@ -94,6 +94,7 @@ def test_debug_omits_the_traces_of_libraries(level: str, lines: int) -> None:
     stream = io.StringIO()
     configure(level=level, style=LogStyle.HUMAN, role="decode", stream=stream)
     logging.getLogger("numba.core.byteflow").debug("dispatch pc=0")
+    logging.getLogger("httpx2").info("HTTP Request: GET /apis")
     logging.getLogger("numba.core").info("what is rare")
     logging.getLogger("decode").debug("ours")
     assert len(stream.getvalue().splitlines()) == lines

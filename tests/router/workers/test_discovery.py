@@ -201,7 +201,8 @@ async def test_dns_uses_the_systems_resolver() -> None:
 def account(folder: Path, token: str = "secret-1", ca: bytes = b"") -> Path:
     folder.mkdir(exist_ok=True)
     for name, content in (("token", token.encode()), ("namespace", b"baton"), ("ca.crt", ca)):
-        (folder / name).write_bytes(content)
+        (folder / f"{name}.new").write_bytes(content)
+        (folder / f"{name}.new").rename(folder / name)  # at once, as the kubelet replaces it
     return folder
 
 
@@ -300,6 +301,24 @@ async def test_a_token_that_was_replaced_is_used_from_the_next_connection_on(
         account(tmp_path, "secret-2")
         api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))
         await seen.until("10.0.0.1:7000")
+
+
+async def test_a_watch_goes_on_with_the_token_that_replaced_an_expired_one(
+    tmp_path: Path,
+) -> None:
+    """The connection lives on, and nothing fails in between."""
+    async with fake_api() as api, running(endpoints(api, tmp_path)) as seen:
+        api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))
+        await seen.until("10.0.0.1:7000")
+        for number in (2, 3):
+            await eventually(lambda: api.watches == number - 1, "no watch")  # noqa: B023
+            api.token = f"secret-{number}"
+            account(tmp_path, api.token)
+            api.end_watches()
+            api.put(endpoint_slice("a", "prefill", (f"10.0.0.{number}", READY)))
+            await seen.until(f"10.0.0.{number}:7000")
+        assert (api.lists, api.watches) == (1, 3)
+        assert seen.errors("kubernetes") == 0
 
 
 async def test_the_server_is_checked_against_the_service_accounts_authority(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class FakeApi:
     port: int = 0
     _version: int = 100
     _events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (version, event)
+    _num_ended: int = 0
     _oldest: int = 0  # watches from before are Gone
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -83,6 +84,11 @@ class FakeApi:
 
     def bookmark(self) -> None:
         self._note("BOOKMARK", {"kind": "EndpointSlice", "metadata": {}})
+
+    def end_watches(self) -> None:
+        """End every running watch, as the server does after the time that was asked for."""
+        self._num_ended += 1
+        self._wake()
 
     def forget_history(self) -> None:
         """Answer every watch that continues from an earlier version with 410 Gone, running ones
@@ -150,8 +156,8 @@ class FakeApi:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
-        seen = int(query["resourceVersion"])
-        while True:
+        seen, num_ended = int(query["resourceVersion"]), self._num_ended
+        while num_ended == self._num_ended:
             changed = self._changed
             if seen < self._oldest:
                 await _chunk(
