@@ -75,13 +75,22 @@ def test_each_overlay_has_values_that_render_the_same_objects(overlay: str) -> N
         assert found[name] == document, name
 
 
-def test_kept_kernels_are_those_of_the_example() -> None:
-    """The claim is the user's."""
-    text = (DEPLOY / "rendered" / "examples" / "kept-kernels.yaml").read_text()
+@pytest.mark.parametrize(
+    ("overlay", "example"), [("laptop", "kept-kernels"), ("disaggregated", "scaled-set")]
+)
+def test_examples_of_one_model_are_values_after_those_of_an_overlay(
+    overlay: str, example: str
+) -> None:
+    """Claims are the user's."""
+    text = (DEPLOY / "rendered" / "examples" / f"{example}.yaml").read_text()
     kinds = {"Namespace", "PersistentVolumeClaim"}
     expected = by_name([each for each in yaml.safe_load_all(text) if each["kind"] not in kinds])
-    values = [f"--values={CHART}/values/{name}.yaml" for name in ("laptop", "kept-kernels")]
-    assert by_name(rendered(*values)) == expected
+    found = by_name(
+        rendered(*(f"--values={CHART}/values/{name}.yaml" for name in (overlay, example)))
+    )
+    assert found.keys() == expected.keys()
+    for name, document in expected.items():
+        assert found[name] == document, name
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,24 @@ def test_every_example_is_rendered_and_valid() -> None:
     assert len(known) > 30
 
 
+def test_keda_scales_the_roles_of_a_set_by_their_scalers() -> None:
+    """A role with external scaling may have no replicas of its own; its scaler is named by set and
+    role."""
+    documents = example("scaled-set")
+    (whole,) = of_kind(documents, "DisaggregatedSet")
+    names_of_scalers = {
+        f"{whole['metadata']['name']}-{role['name']}" for role in whole["spec"]["roles"]
+    }
+    for role in whole["spec"]["roles"]:
+        assert role["scaling"] == {"mode": "External"}
+        assert "replicas" not in role["spec"]
+    targets = [each["spec"]["scaleTargetRef"] for each in of_kind(documents, "ScaledObject")]
+    assert {
+        each["name"] for each in targets if each.get("kind") == "DisaggregatedSetRoleScaler"
+    } == names_of_scalers
+    assert {each["name"] for each in targets} == names_of_scalers | {"router"}
+
+
 def test_kept_kernels_are_in_one_claim_of_all_workers() -> None:
     documents = example("kept-kernels")
     (claim,) = of_kind(documents, "PersistentVolumeClaim")
