@@ -23,6 +23,7 @@ from router.request.answer import Answer
 from router.request.timeline import STAGES, Timeline
 from router.request.validate import AdmissibleRequest
 from runtime.errors import BatonError, ConfigError
+from runtime.observe.tracing import trace_ids
 from runtime.security.access import Caller
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         timings: seconds of each stage that happened, by their names in `Timings`; `ttft_s` is the
             time to the first token, `total_s` the whole.
         prefill: address of the last prefill worker, and `decode` of the last decode pool.
+        trace_id: of the call, if its client or this router traces it.
         retries: attempts that were repeated on another worker; `migrations`: lost decode pools.
     """
 
@@ -62,6 +64,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     timings: dict[str, float] = {}
     prefill: str = ""
     decode: str = ""
+    trace_id: str = ""
     retries: int = 0
     migrations: int = 0
 
@@ -78,6 +81,7 @@ def refused(
         outcome="refused",
         error=error.reason,
         timings={"total_s": round(timeline.age_s, _DIGITS)},
+        trace_id=trace_ids().get("trace_id", ""),
     )
 
 
@@ -107,6 +111,7 @@ def ended(
         timings=timings,
         prefill=timeline.workers[0].address if timeline.workers else "",
         decode=timeline.workers[1].address if timeline.workers else "",
+        trace_id=trace_ids().get("trace_id", ""),
         retries=timeline.num_retries,
         migrations=timeline.num_migrations,
     )

@@ -3,7 +3,8 @@
 The process entry point configures them once; every other module uses `logging.getLogger(__name__)`.
 
     configure(level="info", style=LogStyle.HUMAN, role="router")
-    with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits
+    with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits;
+                                                         so are trace_id and span_id of a traced call
     logger.info("prefill started", extra={"queue_s": 0.02})      extra fields become JSON keys or key=value
     report_end("router: no such folder: x")                      why a process ends, in the style of its logs
 
@@ -24,6 +25,7 @@ from enum import StrEnum
 from typing import TextIO
 
 from runtime.errors import ConfigError
+from runtime.observe.tracing import trace_ids
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE_CHARACTERS = 256
@@ -105,7 +107,7 @@ class _ContextFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.role = self._role
-        record.ids = _ids.get()
+        record.ids = {**_ids.get(), **trace_ids()}
         return True
 
 

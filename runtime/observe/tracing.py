@@ -11,13 +11,18 @@ Without an endpoint no span is recorded, but a client's trace context is still p
 workers.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
 Metadata = tuple[tuple[str, str], ...]
 CONTEXT_KEYS = ("traceparent", "tracestate")
+# W3C Trace Context, section 3.2: version, trace id, parent id, flags.
+_PARENT = re.compile(
+    r"[0-9a-f]{2}-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})-[0-9a-f]{2}(-.*)?"
+)
 
 
 class Span(Protocol):
@@ -130,3 +135,12 @@ def begin(name: str, **attributes: str | int | float) -> Span:
 
 def outgoing() -> Metadata:
     return _current.get().outgoing()
+
+
+def trace_ids() -> Mapping[str, str]:
+    """Return `trace_id` and `span_id` of the current span, in hexadecimal.
+
+    Without an endpoint they are the client's; empty if it sent none, or none that is valid.
+    """
+    found = _PARENT.fullmatch(dict(outgoing()).get("traceparent", ""))
+    return found.groupdict() if found else {}

@@ -26,6 +26,7 @@ from runtime.observe.log import (
     shown,
     styled_line,
 )
+from runtime.observe.tracing import NoopSpan, current
 from runtime.rpc import calls
 
 FORGED = "x\n12:00:00.000 error   forged\r\x1b[31m\u2028\x85end"
@@ -98,6 +99,27 @@ def test_debug_omits_the_traces_of_libraries(level: str, lines: int) -> None:
     logging.getLogger("numba.core").info("what is rare")
     logging.getLogger("decode").debug("ours")
     assert len(stream.getvalue().splitlines()) == lines
+
+
+@pytest.mark.parametrize(
+    ("parent", "expected"),
+    [
+        (f"00-{'4b' * 16}-{'0f' * 8}-01", {"trace_id": "4b" * 16, "span_id": "0f" * 8}),
+        (f"01-{'4b' * 16}-{'0f' * 8}-01-later", {"trace_id": "4b" * 16, "span_id": "0f" * 8}),
+        (f"00-{'4B' * 16}-{'0f' * 8}-01", {}),
+        ("x\nforged", {}),
+        ("", {}),
+    ],
+)
+def test_lines_of_a_traced_call_have_its_ids(parent: str, expected: dict[str, str]) -> None:
+    stream = io.StringIO()
+    configure(level="info", style=LogStyle.JSON, role="decode", stream=stream)
+    with current(NoopSpan((("traceparent", parent),))):
+        logging.getLogger("x").info("inside")
+    logging.getLogger("x").info("outside")
+    inside, outside = map(json.loads, stream.getvalue().splitlines())
+    assert {key: inside[key] for key in ("trace_id", "span_id") if key in inside} == expected
+    assert "trace_id" not in outside
 
 
 def test_human_lines_show_the_traceback() -> None:

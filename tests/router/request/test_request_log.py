@@ -23,6 +23,7 @@ from tests.router.request.test_migration import cluster, gives_up_at_token
 from tests.support.router.fake_workers import FakeWorker, Point
 
 PROMPT = [1, 2, 3]
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 @contextmanager
@@ -63,7 +64,9 @@ async def test_a_line_says_what_the_client_was_told(tmp_path: Path) -> None:
 
     async def use(router: RouterHarness) -> None:
         request = token_request(PROMPT, max_tokens=3, n=2, request_id="r", priority=-1)
-        async for response in router.stub.Generate(request, timeout=60):
+        parent = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+        call = router.stub.Generate(request, timeout=60, metadata=(("traceparent", parent),))
+        async for response in call:
             if response.HasField("finish"):
                 finishes.append(response.finish)
 
@@ -81,7 +84,7 @@ async def test_a_line_says_what_the_client_was_told(tmp_path: Path) -> None:
         for finish in finishes
     ]
     for line in lines:
-        assert line["priority"] == -1
+        assert (line["priority"], line["trace_id"]) == (-1, TRACE_ID)
         assert (line["prompt_tokens"], line["completion_tokens"]) == (3, 3)
         assert (line["prefill"], line["decode"]) == (prefill.address, decode.address)
         assert 0 < line["timings"].pop("ttft_s") <= line["timings"]["total_s"]
