@@ -33,7 +33,7 @@ from runtime.errors import BatonError
 from runtime.rpc.client import open_channel
 from tests.deploy.manifests import DEPLOY
 from tests.support.cluster.clusters import RunningCluster, running_cluster
-from tests.support.cluster.laboratory import DamagingUcx, Laboratory, laboratory
+from tests.support.cluster.laboratory import PLENTY, DamagingUcx, Laboratory, laboratory
 from tests.support.cluster.questions import as_query, make_questions
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.checkpoints import make_checkpoint
@@ -184,6 +184,11 @@ async def lab_troubles(
     server.watch(known)
     await lab.roles.pop("extra").end()
     await _refused_handshakes(lab, 3)
+
+    lab.limit_clients(60)  # and RetryInfo of up to a second, which the client keeps
+    async with load(lab.client, clients=12, prompt=20, tokens=4):
+        await watch.until_fired("lab", "BatonQuotaSpent")
+    lab.limit_clients(PLENTY)
 
     DamagingUcx.armed = True
     async with load(lab.client, clients=2, prompt=70, tokens=4):

@@ -87,7 +87,7 @@ async def test_waits_for_the_client_are_added_up(monkeypatch: pytest.MonkeyPatch
 async def test_a_prompt_with_scores_unread_for_too_long_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prefill.service.UNREAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("prefill.service.UNREAD_TIMEOUT_S", 3.0)
     inbox: PrefillInbox = Inbox(Counter("expired", "waits", registry=CollectorRegistry()))
     request = Request("r", (1,), max_tokens=1)
     handler = PrefillHandler(cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5)

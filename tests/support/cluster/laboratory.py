@@ -33,6 +33,7 @@ from transfer.transport.protocol import Operation, Peer
 from transfer.ucx.transport import UcxTransport
 
 NUM_PAGES, PAGE_SIZE = 9, 64  # one of the pages is the null page
+PLENTY = 1_000_000  # requests per minute
 
 
 class DamagingUcx(UcxTransport):
@@ -87,8 +88,15 @@ class Laboratory:
         task = asyncio.create_task(run_worker(config, role, stop))
         self.roles[name] = Running(await _announced(announce, task), stop, task)
 
+    def limit_clients(self, requests_per_minute: int) -> None:
+        """Set the quota of all clients, which the router reads within a second."""
+        text = f'["*"]\nrequests_per_minute = {requests_per_minute}\n'
+        (self.folder / "clients.new").write_text(text)
+        (self.folder / "clients.new").rename(self.folder / "clients.toml")
+
     async def start_router(self) -> None:
         announce, stop = self.folder / "router.json", StopSignal()
+        self.limit_clients(PLENTY)
         config = RouterConfig(
             model=self.base.model,
             prefill=(self.roles["prefill"].announcement.address,),
@@ -98,6 +106,7 @@ class Laboratory:
             announce=announce,
             drain_s=0.5,
             peer_wait_s=0.5,
+            client_limits=self.folder / "clients.toml",
         )
         task = asyncio.create_task(serve(config, stop))
         self.roles["router"] = Running(await _announced(announce, task), stop, task)
