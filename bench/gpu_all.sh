@@ -82,9 +82,9 @@ part model 170 "$python" -m bench.gpu_model --json
 part cluster 130 env TMPDIR="$roomy" "$python" -m bench.gpu_cluster --json
 part layers 60 "$python" -m bench.gpu --json
 part handoff 40 "$python" -m bench.handoff --device cuda --transport shm --rounds 3 --json
-part stages_ucx 20 "$python" -m bench.stages --channel ucx --json
+part stages_ucx 40 "$python" -m bench.stages --channel ucx --json
 if "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
-    part stages_nccl 20 "$python" -m bench.stages --channel nccl --json
+    part stages_nccl 40 "$python" -m bench.stages --channel nccl --json
 else
     echo "stages over NCCL: not timed, one device only" | tee -a "$out/summary.txt"
 fi
