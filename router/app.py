@@ -111,21 +111,23 @@ def _server_security(config: RouterConfig) -> ServerSecurity:
 
     Raises:
         ConfigError: a file cannot be used, `operator_tokens` is set without `token_file`, or
-            `salt_by_client` is set and nothing names clients.
+            `salt_by_client` or `tenants_from` is set and nothing names clients.
     """
     security = ServerSecurity(
         config.certificates(),
         config.client_certificates,
         None if config.token_file is None else TokenList(config.token_file),
         operators=frozenset(config.operator_tokens),
+        tenant_sources=frozenset(config.tenants_from),
     )
     if config.operator_tokens and config.token_file is None:
         raise ConfigError("operator_tokens needs token_file", field="operator_tokens")
-    if config.salt_by_client and not security.names_clients:
-        raise ConfigError(
-            "salt_by_client needs token_file or clients' certificates: nothing else names a client",
-            field="salt_by_client",
-        )
+    for field in ("salt_by_client", "tenants_from"):
+        if getattr(config, field) and not security.names_clients:
+            raise ConfigError(
+                f"{field} needs token_file or clients' certificates: nothing else names a client",
+                field=field,
+            )
     return security
 
 

@@ -76,6 +76,11 @@ class RouterConfig(TlsConfig):
         default=(),
         description="Names of tokens whose holders may do what the role operator may.",
     )
+    tenants_from: tuple[str, ...] = Field(
+        default=(),
+        description="Names of tokens or certificates, such as a gateway's, whose calls may name the "
+        "tenant that they are for (metadata baton-tenant); repeatable.",
+    )
     priority_limits: tuple[PriorityLimitField, ...] = Field(
         default=DEFAULT_LIMITS,
         description="NAME=PRIORITY: most urgent priority of a token's holder or of a "

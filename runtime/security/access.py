@@ -30,6 +30,7 @@ from pydantic import Field
 from runtime.config import AddressField, Config, parse_address
 from runtime.errors import ConfigError, PermissionDeniedError
 from runtime.security.certificates import CertificateStore, TlsFiles
+from runtime.security.tenants import tenant_of
 from runtime.security.tokens import AUTHORIZATION_KEY, OwnToken, TokenList
 
 
@@ -226,7 +227,8 @@ class ServerSecurity:
     """Requirements of a server.
 
     `pool` is the role whose stages may join. `tokens` are those of clients of the public API;
-    holders of those named in `operators` may do what the role operator may.
+    holders of those named in `operators` may do what the role operator may. Clients named in
+    `tenant_sources` may name the tenant that a call is for.
     """
 
     certificates: CertificateStore | None = None
@@ -234,6 +236,7 @@ class ServerSecurity:
     tokens: TokenList | None = None
     pool: PeerRole | None = None
     operators: frozenset[str] = frozenset()
+    tenant_sources: frozenset[str] = frozenset()
 
     @property
     def names_clients(self) -> bool:
@@ -277,8 +280,22 @@ class ServerSecurity:
     def caller(self, context: Context) -> Caller:
         """Return the client, after `check`.
 
-        It is identified by its token, else by its certificate, else by its address.
+        It is identified by its token, else by its certificate, else by its address. A tenant that
+        it may name counts in its place.
+
+        Raises:
+            InvalidRequestError: the tenant's name cannot be used.
         """
+        caller = self._holder(context)
+        if self.tenant_sources.isdisjoint(caller.names):
+            return caller
+        tenant = tenant_of(_metadata(context))
+        if tenant is None:
+            return caller
+        return Caller(f"{caller.identity}/tenant:{tenant}", frozenset({tenant}))
+
+    def _holder(self, context: Context) -> Caller:
+        """Return the client that holds the token or certificate, or has the address."""
         roles = (
             frozenset[PeerRole]() if self.certificates is None else roles_of(context.auth_context())
         )
@@ -305,8 +322,12 @@ class ServerSecurity:
         return self.tokens.check(authorization) in self.operators
 
 
+def _metadata(context: Context) -> Mapping[str, str | bytes]:
+    return dict(context.invocation_metadata() or ())
+
+
 def _authorization(context: Context) -> str | None:
-    authorization = dict(context.invocation_metadata() or ()).get(AUTHORIZATION_KEY)
+    authorization = _metadata(context).get(AUTHORIZATION_KEY)
     return authorization if isinstance(authorization, str) else None
 
 

@@ -190,6 +190,10 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
             ["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--salt-by-client"],
             "salt_by_client needs token_file",
         ),
+        (
+            ["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--tenants-from", "gate"],
+            "tenants_from needs token_file",
+        ),
     ],
 )
 async def test_an_invalid_configuration_is_one_line(flags: list[str], line: str) -> None:

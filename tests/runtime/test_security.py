@@ -23,6 +23,7 @@ from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from runtime.errors import (
     ConfigError,
+    InvalidRequestError,
     PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
@@ -262,6 +263,49 @@ async def test_a_named_token_makes_its_holder_an_operator(tmp_path: Path) -> Non
             ({}, grpc.StatusCode.PERMISSION_DENIED),
         ):
             assert await status(watch(request, **other)) is code
+
+
+@pytest.mark.parametrize(
+    ("token", "tenant", "expected"),
+    [
+        (TOKEN, None, Caller("token:gate", frozenset({"gate"}), is_operator=True)),
+        (TOKEN, "acme", Caller("token:gate/tenant:acme", frozenset({"acme"}))),
+        (
+            TOKEN,
+            "org/ann@acme.example",
+            Caller("token:gate/tenant:org/ann@acme.example", frozenset({"org/ann@acme.example"})),
+        ),
+        (OTHER_TOKEN, "acme", Caller("token:alice", frozenset({"alice"}))),
+    ],
+)
+def test_a_trusted_client_names_the_tenant_of_a_call(
+    tmp_path: Path, token: str, tenant: str | None, expected: Caller
+) -> None:
+    """The tenant takes its place, without its rights; the word of others counts for nothing."""
+    assert tenants_of(tmp_path).caller(called(token, tenant)) == expected
+
+
+@pytest.mark.parametrize("tenant", ["", "a" * 65, "a b", "a\nb", b"acme"])
+def test_a_tenants_name_is_bounded(tmp_path: Path, tenant: str | bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="baton-tenant: must be 1 to 64"):
+        tenants_of(tmp_path).caller(called(TOKEN, tenant))
+
+
+def tenants_of(folder: Path) -> ServerSecurity:
+    path = folder / "tokens"
+    path.write_text(f"gate {TOKEN}\nalice {OTHER_TOKEN}\n")
+    return ServerSecurity(
+        tokens=TokenList(path),
+        operators=frozenset({"gate"}),
+        tenant_sources=frozenset({"gate"}),
+    )
+
+
+def called(token: str, tenant: str | bytes | None) -> Any:  # noqa: ANN401 - a context of gRPC
+    metadata: list[tuple[str, str | bytes]] = [("authorization", f"Bearer {token}")]
+    if tenant is not None:
+        metadata.append(("baton-tenant", tenant))
+    return SimpleNamespace(invocation_metadata=lambda: tuple(metadata), auth_context=dict)
 
 
 @pytest.mark.parametrize("method", ["/baton.v1.Decode/Serve", "/baton.v1.Pipeline/Join"])

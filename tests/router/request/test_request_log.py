@@ -17,7 +17,8 @@ from router.request import request_log as module
 from router.request.request_log import RequestLog, RequestRecord, client_of
 from router.request.timeline import STAGES
 from runtime.errors import ConfigError, DrainingError, InvalidRequestError
-from runtime.security.access import Caller
+from runtime.security.access import Caller, ServerSecurity
+from runtime.security.tokens import TokenList
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.router.request.test_migration import cluster, gives_up_at_token
 from tests.support.router.fake_workers import FakeWorker, Point
@@ -162,6 +163,28 @@ def test_the_file_is_opened_again_after_it_was_moved(tmp_path: Path) -> None:
             log.write(record("after"))
         assert [line["request_id"] for line in lines_of(path)] == ["after"]
     assert [line["request_id"] for line in lines_of(moved)] == ["before"]
+
+
+async def test_a_tenant_that_a_gateway_names_is_the_client(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("gate 0123456789abcdef\n")
+    security = ServerSecurity(
+        tokens=TokenList(tmp_path / "tokens"), tenant_sources=frozenset({"gate"})
+    )
+    prefill, (decode,) = cluster(1)
+    with opened(tmp_path / "log") as log:
+        async with running_router(prefill, decode, request_log=log, security=security) as router:
+
+            async def ask(**metadata: str) -> None:
+                shown = (("authorization", "Bearer 0123456789abcdef"), *metadata.items())
+                request = token_request(PROMPT)
+                async for _ in router.stub.Generate(request, metadata=shown):
+                    pass
+
+            await ask(**{"baton-tenant": "acme"})
+            await ask()
+            with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+                await ask(**{"baton-tenant": "?"})
+    assert [line["client"] for line in lines_of(tmp_path / "log")] == ["acme", "gate"]
 
 
 def test_a_full_disk_loses_records_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
