@@ -8,7 +8,8 @@ import psutil
 
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 
-MAX_SHARE = 0.01  # of a core, for each process
+MAX_SHARE = 0.01  # of a core that adds as fast as ADDITIONS_S says, for each process
+NUM_ADDITIONS, ADDITIONS_S = 1_000_000, 0.04
 WINDOW_S, NUM_WINDOWS = (
     5.0,
     16,
@@ -19,15 +20,26 @@ def used_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
     return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
 
 
+def additions_s() -> float:
+    began_s, total = time.process_time(), 0
+    for number in range(NUM_ADDITIONS):
+        total += number
+    return time.process_time() - began_s
+
+
 async def shares(running: RunningCluster) -> dict[str, float]:
-    """Return the share of a core that each process uses while the cluster is idle."""
+    """Return the share of a core that each process uses while the cluster is idle.
+
+    On a slower core, which needs more time for everything, it counts for less.
+    """
     processes = {
         name: psutil.Process(process.pid) for name, process in running.cluster.processes.items()
     }
     before, began_s = used_s(processes), time.monotonic()
     await asyncio.sleep(WINDOW_S)
+    slower = max(1.0, additions_s() / ADDITIONS_S)
     return {
-        name: (after - before[name]) / (time.monotonic() - began_s)
+        name: (after - before[name]) / (time.monotonic() - began_s) / slower
         for name, after in used_s(processes).items()
     }
 

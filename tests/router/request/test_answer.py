@@ -116,7 +116,7 @@ async def test_tokens_that_come_while_others_are_unread_join_them() -> None:
 
 
 async def test_a_joined_message_has_a_bound() -> None:
-    responses, count = ResponseQueue(stall_limit_s=5), 3 * MAX_JOINED + 1
+    responses, count = ResponseQueue(stall_limit_s=60), 3 * MAX_JOINED + 1
     for i in range(count):
         responses.put(chunk(i))
     responses.close()

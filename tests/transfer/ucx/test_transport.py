@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 
@@ -198,15 +198,26 @@ def listening_addresses() -> set[tuple[str, int]]:
     return addresses
 
 
-def unacknowledged_limits_ms() -> dict[str, int]:
-    """Return TCP_USER_TIMEOUT of this process's TCP connections, by socket."""
+@contextlib.contextmanager
+def opened_ports() -> Iterator[set[int]]:
+    """Collect the ports that are opened for listening in the block."""
+    before, ports = listening_addresses(), set[int]()
+    yield ports
+    ports.update(port for _, port in listening_addresses() - before)
+
+
+def unacknowledged_limits_ms(ports: Collection[int]) -> dict[str, int]:
+    """Return TCP_USER_TIMEOUT of both ends of this process's connections to these ports, by
+    socket."""
     limits = {}
     for name, target in open_files().items():
         if not target.startswith("socket:"):
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            if (found.family, found.type) == (socket.AF_INET, socket.SOCK_STREAM):
-                found.getpeername()  # raises for one that listens
+            if (found.family, found.type) != (socket.AF_INET, socket.SOCK_STREAM):
+                continue
+            # It has no peer if it listens.
+            if not {found.getsockname()[1], found.getpeername()[1]}.isdisjoint(ports):
                 limits[target] = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     return limits
 
@@ -215,11 +226,11 @@ def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
     """The limit is set on both ends of a handoff's connections, also those that the peer has
     opened, which have no handle here; and on no other connection, as a computing peer reads nothing
     for a while."""
-    earlier = set(unacknowledged_limits_ms())  # connections that other tests have left
-    stages = [
-        UcxStageChannel(rank=rank, max_frame_bytes=4096, profile=TransportProfile.TCP)
-        for rank in range(2)
-    ]
+    with opened_ports() as stage_ports:
+        stages = [
+            UcxStageChannel(rank=rank, max_frame_bytes=4096, profile=TransportProfile.TCP)
+            for rank in range(2)
+        ]
     for stage in stages:
         stage.connect([stage.address for stage in stages], forming_of(1, 2))
     deadline = time.monotonic() + 60
@@ -228,27 +239,20 @@ def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
         while stages[receiver].receive(sender, timeout_s=0.05) is None:
             stages[sender].check(receiver)
             assert time.monotonic() < deadline
-    others = set(unacknowledged_limits_ms()) - earlier
-    assert others
-    pair = Pair(
-        *(UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2))
-    )
+    with opened_ports() as ports:
+        pair = Pair(
+            *(UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2))
+        )
     pair.finish(
         pair.right.post_receive(pair.to_left, PREFIX, poisoned(100_000)),
         pair.left.send(pair.to_right, PREFIX, pattern(100_000)),
     )
-    while 0 in (
-        limits := [
-            limit
-            for name, limit in unacknowledged_limits_ms().items()
-            if name not in earlier | others
-        ]
-    ):
+    while 0 in (limits := list(unacknowledged_limits_ms(ports).values())):
         pair.settle(0.1)
         assert time.monotonic() < deadline, limits
     assert set(limits) == {round(UNACKNOWLEDGED_S * 1e3)}
     assert len(limits) >= 2
-    assert {limit for name, limit in unacknowledged_limits_ms().items() if name in others} == {0}
+    assert set(unacknowledged_limits_ms(stage_ports).values()) == {0}
     pair.left.close()
     pair.right.close()
     for stage in stages:
