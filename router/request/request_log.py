@@ -5,19 +5,19 @@ and counted in the log: no request waits for its record. The file is opened agai
 or removed, as programs that rotate logs do.
 """
 
+import json
 import logging
 import os
 import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from ipaddress import IPv6Network, ip_address
 from pathlib import Path
 from queue import Full, Queue
 from typing import BinaryIO
-
-import msgspec
 
 from router.request.answer import Answer
 from router.request.timeline import STAGES, Timeline
@@ -35,14 +35,15 @@ CLOSE_S = 5.0
 _DIGITS = 6  # microseconds
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
     """One choice of a request: no text and no token, only sizes, durations and workers.
 
     Attributes:
         time: of arrival, in UTC.
         client: the name of its token or certificate, or else its address (of IPv6 the network).
-        outcome: `stop`, `length`, `aborted`, `cancelled` (the client left), `failed`, or `refused`
-            (before it reached a worker).
+        outcome: `stop`, `length`, `aborted`, `cancelled` (the client left, or another choice
+            failed), `failed` (for lack of capacity, too), or `refused` (invalid, or beyond a quota).
         error: ErrorInfo.reason of a request that failed or was refused.
         timings: seconds of each stage that happened, by their names in `Timings`; `ttft_s` is the
             time to the first token, `total_s` the whole.
@@ -61,12 +62,21 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
-    timings: dict[str, float] = {}
+    timings: dict[str, float] = field(default_factory=dict)
     prefill: str = ""
     decode: str = ""
     trace_id: str = ""
     retries: int = 0
     migrations: int = 0
+
+    def line(self) -> bytes:
+        """Return the record as JSON, without fields that have their default."""
+        values = {
+            each.name: value
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != each.default
+        }
+        return json.dumps(values, separators=(",", ":")).encode()
 
 
 def refused(
@@ -151,7 +161,6 @@ class RequestLog:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}", field="request_log"
             ) from error
-        self._encoder = msgspec.json.Encoder()
         self._queue: Queue[RequestRecord | None] = Queue(MAX_QUEUED)
         self._num_dropped = 0
         self._reported_at_s = -REPORT_S
@@ -174,7 +183,7 @@ class RequestLog:
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
             try:
-                self._append(self._encoder.encode(record))
+                self._append(record.line())
             except OSError:  # such as a full disk
                 self._num_dropped += 1
             self._report()

@@ -65,14 +65,20 @@ def comparable(value: Any) -> Any:  # noqa: ANN401
     return CONFIG if isinstance(value, str) and value.startswith(f"{CONFIG}-") else value
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_each_overlay_has_values_that_render_the_same_objects(overlay: str) -> None:
-    """All but the namespace, which Helm leaves to its user."""
-    expected = by_name([each for each in load(overlay) if each["kind"] != "Namespace"])
-    found = by_name(rendered("--values", str(CHART / "values" / f"{overlay}.yaml")))
+def check_rendered(documents: list[Document], *values: str) -> None:
+    """Compare the objects with those that the chart renders with these files of values."""
+    kinds = {"Namespace", "PersistentVolumeClaim"}
+    expected = by_name([each for each in documents if each["kind"] not in kinds])
+    found = by_name(rendered(*(f"--values={CHART}/values/{name}.yaml" for name in values)))
     assert found.keys() == expected.keys()
     for name, document in expected.items():
         assert found[name] == document, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_each_overlay_has_values_that_render_the_same_objects(overlay: str) -> None:
+    """All but the namespace, which Helm leaves to its user."""
+    check_rendered(load(overlay), overlay)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +89,7 @@ def test_examples_of_one_model_are_values_after_those_of_an_overlay(
 ) -> None:
     """Claims are the user's."""
     text = (DEPLOY / "rendered" / "examples" / f"{example}.yaml").read_text()
-    kinds = {"Namespace", "PersistentVolumeClaim"}
-    expected = by_name([each for each in yaml.safe_load_all(text) if each["kind"] not in kinds])
-    found = by_name(
-        rendered(*(f"--values={CHART}/values/{name}.yaml" for name in (overlay, example)))
-    )
-    assert found.keys() == expected.keys()
-    for name, document in expected.items():
-        assert found[name] == document, name
+    check_rendered(list(yaml.safe_load_all(text)), overlay, example)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_examples_of_one_model_are_values_after_those_of_an_overlay(
     ],
     ids=["components", "pod settings"],
 )
-def test_other_values_render_valid_objects(tmp_path: Path, given: dict[str, object]) -> None:
+def test_other_values_render_valid_objects(tmp_path: Path, given: dict[str, Any]) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(given))
     documents = rendered("--values", str(values))
@@ -120,7 +119,7 @@ def test_other_values_render_valid_objects(tmp_path: Path, given: dict[str, obje
         each for each in of_kind(documents, "Deployment") if each["metadata"]["name"] == "prefill"
     )
     pod = prefill["spec"]["template"]
-    for key, value in given.get("prefill", {}).items():  # type: ignore[attr-defined]
+    for key, value in given.get("prefill", {}).items():
         if key == "podAnnotations":
             assert value.items() <= pod["metadata"]["annotations"].items()
         elif key == "env":

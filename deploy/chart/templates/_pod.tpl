@@ -26,7 +26,7 @@ metadata:
 {{ $image.repository }}:{{ $tag }}
 {{- end }}
 
-{{/* The name of baton.toml's ConfigMap; pods carry its checksum, so that a change rolls them. */}}
+{{/* The text of baton.toml; pods carry its checksum, so that a change rolls them. */}}
 {{- define "baton.config" -}}
 {{ .Values.config | default (.Files.Get "files/baton.toml") }}
 {{- end }}

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ def record(request_id: str) -> RequestRecord:
     )
 
 
-async def logged(path: Path, *workers: FakeWorker, use: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+async def logged(
+    path: Path, *workers: FakeWorker, use: Callable[[RouterHarness], Awaitable[object]]
+) -> list[dict[str, Any]]:
     """Let `use` send requests to a router with a log, and return its lines."""
     with opened(path) as log:
         async with running_router(*workers, request_log=log) as router:
