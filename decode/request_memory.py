@@ -149,6 +149,7 @@ class RequestMemory:
                 self.limits.page_size,
                 compatibility=entry.compatibility,
                 salt=entry.request.cache_salt,
+                adapter=entry.request.adapter,
                 known=entry.blocks,
             )
             self.cache.insert(

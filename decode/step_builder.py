@@ -218,4 +218,12 @@ def _row(entry: DecodeEntry, tokens: list[int], *, samples: bool) -> Row:
         entry.num_due += 1
         if sampling.output is not None:
             entry.num_kept = len(entry.outputs)
-    return Row(entry.key, tokens, entry.computed, entry.pages.table, entry.slot.slot_id, sampling)
+    return Row(
+        entry.key,
+        tokens,
+        entry.computed,
+        entry.pages.table,
+        entry.slot.slot_id,
+        sampling,
+        adapter=entry.request.adapter,
+    )

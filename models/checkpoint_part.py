@@ -162,11 +162,7 @@ def stage_entries(
     for key, entry in checkpoint.entries.items():
         if _NOT_OURS.search(key):
             continue
-        name = key.removeprefix(
-            next((prefix for prefix in _PREFIXES if key.startswith(prefix)), "")
-        )
-        for theirs, ours in spec.other_names:
-            name = name.replace(theirs, ours)
+        name = without_prefix(key, spec.other_names)
         layer = LAYER_NAME.match(name)
         if layer is None:
             # Every stage owns unknown names, so that they are reported.
@@ -177,6 +173,14 @@ def stage_entries(
         if mine:
             owned[name] = TransposedStack(entry) if name.endswith(spec.inputs_first) else entry
     return owned
+
+
+def without_prefix(key: str, other_names: Sequence[tuple[str, str]]) -> str:
+    """Return a key without the model's prefix; `other_names` are those of `DecoderSpec`."""
+    name = key.removeprefix(next((prefix for prefix in _PREFIXES if key.startswith(prefix)), ""))
+    for theirs, ours in other_names:
+        name = name.replace(theirs, ours)
+    return name
 
 
 def target_entry(checkpoint: Checkpoint, name: str) -> WeightEntry | None:

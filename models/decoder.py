@@ -73,6 +73,7 @@ class DecoderLayer:
         self._post_norm = decoder.norm.build(weights, before, decoder.hidden_size)
         self.feed_forward = spec.feed_forward.build(weights.at("mlp").among(ranks))
         self._scale = weights.tensor("layer_scalar", 1) if decoder.scales_layers else None
+        self._adapter_rows = weights.adapters.rows
 
     def forward(
         self,
@@ -121,6 +122,7 @@ class DecoderLayer:
         if wanted is not None:
             hidden = hidden[wanted]
             mixed = mixed[wanted]
+            self._adapter_rows.keep(wanted)
         return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
@@ -156,6 +158,7 @@ class DecoderStage:
         self._own_vocabulary = spec.vocabulary
         self._ranks = ranks
         self._has_data_ranks = spec.rank.data_size > 1
+        self._adapter_rows = weights.adapters.rows
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
@@ -221,6 +224,7 @@ class DecoderStage:
             InternalError: the first stage got no token ids, a later one got no hidden states, or a
                 stage whose first layer shares a selection got no selected keys.
         """
+        self._adapter_rows.start(batch)
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
         stage_pass = StagePass(
@@ -242,6 +246,8 @@ class DecoderStage:
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
+        if cut_layer is None:
+            self._adapter_rows.keep(wanted)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
         return StageOutput(
             logits=self._logits(self._norm.forward(rows), logits), aux_hidden=captured

@@ -21,6 +21,8 @@ from engine.core.numerics import HOST, Numerics
 from engine.kernels.host.codegen.compiled import has_kernels
 from engine.kernels.host.linear.int8 import SCALE_BYTES
 from engine.memory.layout import CacheSpec
+from models.adapters import Adapter, StageFactors
+from models.blocks.adapted import StageAdapters
 from models.blocks.config import (
     RawConfig,
     architecture_of,
@@ -55,6 +57,7 @@ class ModelDescription:
     checkpoint: Checkpoint | None = field(repr=False)  # None if weights are random
     in_bytes: bool = False  # whether projections keep eight bits of each weight
     notices: tuple[str, ...] = ()  # messages for the operator about how the files were read
+    adapters: tuple[Adapter, ...] = ()  # that requests may choose
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """Return the cache specs of every layer of the whole model, in layer order."""
@@ -115,7 +118,8 @@ class ModelDescription:
             if _EXPERTS in name:
                 held, total = self._most_experts(name, own)
             num_bytes += -(-whole * held // total)
-        return num_bytes
+        share = len(layers) / self.facts.num_layers
+        return num_bytes + round(share * sum(adapter.num_bytes for adapter in self.adapters))
 
     def _most_experts(self, name: str, rank: TensorRank) -> tuple[int, int]:
         """Return the largest number of experts on a rank, and the layer's number of experts."""
@@ -198,21 +202,28 @@ class ModelDescription:
                 f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
                 field="capture_layers",
             )
-        if self.checkpoint is None:
-            return self._build_stage(
-                self._weights(RandomWeights(seed=0), numerics, device),
-                layers,
-                capture_layers,
-                ranks,
-            )
-        source = CheckpointPart(self.checkpoint, self.spec, layers, digest, report)
-        stage = self._build_stage(
-            self._weights(source, numerics, device), layers, capture_layers, ranks
+        factors = StageFactors(self.adapters, layers, self.facts.num_layers, self.spec.other_names)
+        source = (
+            RandomWeights(seed=0)
+            if self.checkpoint is None
+            else CheckpointPart(self.checkpoint, self.spec, layers, digest, report)
         )
-        source.finish()
+        stage = self._build_stage(
+            self._weights(source, factors, numerics, device), layers, capture_layers, ranks
+        )
+        if isinstance(source, CheckpointPart):
+            source.finish()
+        factors.finish()
         return stage
 
-    def _weights(self, source: PartSource, numerics: Numerics, device: torch.device) -> Weights:
+    def _weights(
+        self,
+        source: PartSource,
+        factors: StageFactors,
+        numerics: Numerics,
+        device: torch.device,
+    ) -> Weights:
+        names = [adapter.name for adapter in self.adapters]
         return Weights(
             source,
             prefix="",
@@ -221,6 +232,7 @@ class ModelDescription:
             device=device,
             parts=source,
             in_bytes=self.in_bytes,
+            adapters=StageAdapters(factors, names) if names else None,
         )
 
     def _build_stage(

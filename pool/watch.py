@@ -64,6 +64,7 @@ def worker_info(
         tokenizer_digest=tokenizer_digest(config.model),
         eos_token_ids=facts.eos_token_ids,
         wire_version=WIRE_VERSION,
+        adapters=plan.adapter_names,
     )
 
 

@@ -46,4 +46,5 @@ def chunk_row(
         spec,
         scoring_row(entry.request, entry.computed, end),
         cache.states_of(entry, end, num_spare=num_spare),
+        entry.request.adapter,
     )

@@ -32,6 +32,7 @@ _NAMED = (
     "arithmetic",
     "page size",
     "max context",
+    "adapters",
 )
 _NAMED_OF_DRAFT = ("draft", "spec topk")  # a pool without them is compatible with one that has them
 _UNKNOWN = "unknown"
@@ -114,16 +115,18 @@ def block_names(
     *,
     compatibility: str,
     salt: str = "",
+    adapter: str = "",
     known: tuple[bytes, ...] = (),
 ) -> tuple[bytes, ...]:
     """Return one name of `NAME_BYTES` bytes per whole block of `block_tokens` ids, in order.
 
     `known` holds the names of the first blocks. Prompts share names only up to the block in which
     they first differ. They share none if `compatibility` (the digest of weights, numerics and cache
-    layout) or `salt` differs. A client chooses a salt to keep its prompts from matching those of
+    layout), `adapter` or `salt` differs. A client chooses a salt to keep its prompts from matching those of
     others.
     """
-    seed = f"{len(compatibility)}:{compatibility}{salt}".encode()
+    kind = f"{compatibility}@{adapter}" if adapter else compatibility
+    seed = f"{len(kind)}:{kind}{salt}".encode()
     names = list(known)
     name = names[-1] if names else blake2b(seed, digest_size=NAME_BYTES).digest()
     ids = array(_ID, token_ids[len(known) * block_tokens :]).tobytes()

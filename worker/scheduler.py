@@ -98,9 +98,10 @@ class OwnPrompts:
         given = self.prefill.request_of(key)
         if given is None or key in self._prompts:
             raise HandoffError("the prompt is not in this pool's memory any more")
-        if (given.prompt_token_ids, given.cache_salt) != (
+        if (given.prompt_token_ids, given.cache_salt, given.adapter) != (
             request.prompt_token_ids,
             request.cache_salt,
+            request.adapter,
         ):
             raise InvalidRequestError(
                 FieldViolation("source.request_key", f"{key} is the prompt of another request")

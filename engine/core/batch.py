@@ -190,6 +190,7 @@ class ForwardBatch:
             prompt.
         scoring: per row, or None if no token is scored; empty if no row scores.
         states: per row the prefix cache's operations on recurrent state; empty if there are none.
+        adapters: per row the name of its adapter or ""; empty if no row has one.
         ended_keys: requests whose output the last stage may drop. It may have dropped some already.
         spec_info: `SpecInfo` on a speculating pool; `CarriedKeys` on a draft whose steps share
             keys.
@@ -211,6 +212,7 @@ class ForwardBatch:
     sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
     scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
     states: tuple[StateRow, ...] = field(default=(), metadata=_RECOMPUTED)
+    adapters: tuple[str, ...] = field(default=(), metadata=_RECOMPUTED)
     ended_keys: tuple[int, ...] = field(default=(), metadata=_CARRIED)
     spec_info: SpecInfo | CarriedKeys | None = field(default=None, metadata=_DROPPED)
     graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
@@ -309,6 +311,7 @@ class ForwardBatch:
             sampling=tuple(self.sampling[row] for row in rows),
             scoring=tuple(self.scoring[row] for row in rows) if self.scoring else (),
             states=tuple(self.states[row] for row in rows) if self.states else (),
+            adapters=tuple(self.adapters[row] for row in rows) if self.adapters else (),
             ended_keys=self.ended_keys,
         )
 

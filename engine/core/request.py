@@ -65,6 +65,7 @@ class Request:
     # allows reuse of cached prefixes, and caching for later prompts; never changes the output
     uses_cache: bool = True
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    adapter: str = ""  # the adapter whose updates the model's projections get; empty: none
 
     @property
     def needs_output(self) -> bool:

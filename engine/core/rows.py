@@ -40,6 +40,7 @@ class Row(NamedTuple):
     spec: SpecRow | None = None  # set in every row of a pool that speculates
     scoring: ScoringRow | None = None
     states: StateRow = NO_STATES
+    adapter: str = ""
 
     @property
     def positions(self) -> Sequence[int]:
@@ -75,6 +76,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         states=tuple(row.states for row in rows)
         if any(row.states != NO_STATES for row in rows)
         else (),
+        adapters=tuple(row.adapter for row in rows) if any(row.adapter for row in rows) else (),
         spec_info=SpecInfo(token_ids, specs) if specs else None,
     )
 

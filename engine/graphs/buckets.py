@@ -49,11 +49,12 @@ def extend_buckets(max_rows: int, max_nodes: int) -> tuple[GraphBucket, ...]:
 def bucket_for(batch: ForwardBatch, buckets: Iterable[GraphBucket]) -> GraphBucket | None:
     """Return the bucket that fits the batch with the fewest tokens, then rows.
 
-    Return None if no bucket fits or the batch is planned already.
+    Return None if no bucket fits, the batch is planned already, or its rows differ in their work.
     """
     if (
         not batch.needs_forward_metadata_init()
         or batch.scoring
+        or batch.adapters
         or not all(batch.query_lens)
         or not batch.num_rows
     ):

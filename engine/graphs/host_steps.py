@@ -138,6 +138,7 @@ class HostSteps:
         if (
             batch.mode in self._not_recorded
             or batch.scoring
+            or batch.adapters
             or any(row.snapshots for row in batch.states)
         ):
             return None

@@ -37,7 +37,7 @@ from runtime.errors import IntegrityError, InternalError
 _HEADER = struct.Struct("<4sBBBxHxxIQ")
 _ENTRY = struct.Struct("<BBxx3I")
 _MAGIC = b"BATN"
-SCHEMA = 12
+SCHEMA = 13
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _ALIGNMENT = 64
 _MAX_DIMS = 3

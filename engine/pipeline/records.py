@@ -59,7 +59,7 @@ class BatchRecord(msgspec.Struct, array_like=True, frozen=True):
         page_tables  [R, P] int32
         slot_ids     [R] int32
         token_ids    [T] int64 for another rank of stage 0, else None
-        sampling, scoring, states  per row, as in `ForwardBatch`
+        sampling, scoring, states, adapters  per row, as in `ForwardBatch`
     """
 
     mode: ForwardMode
@@ -77,6 +77,7 @@ class BatchRecord(msgspec.Struct, array_like=True, frozen=True):
     sampling: tuple[SamplingRow | None, ...]
     scoring: tuple[ScoringRow | None, ...]
     states: tuple[StateRow, ...]
+    adapters: tuple[str, ...]
     ended_keys: tuple[int, ...]
     shares: tuple[DataShare, ...]
     spec: SpecRecord | None
@@ -173,6 +174,7 @@ def _pack(
         sampling=batch.sampling,
         scoring=batch.scoring,
         states=batch.states,
+        adapters=batch.adapters,
         ended_keys=batch.ended_keys,
         shares=batch.shares,
         spec=None if spec is None else SpecRecord(_octets(spec.token_ids), spec.rows),
@@ -275,7 +277,7 @@ def _batch_of(record: BatchRecord) -> ForwardBatch:
     num_tokens = len(positions)
     for name in ("query_lens", "context_lens", "sampling"):
         _check_length(name, len(getattr(record, name)), num_rows)
-    for name in ("scoring", "states"):
+    for name in ("scoring", "states", "adapters"):
         _check_length(name, len(getattr(record, name)) or num_rows, num_rows)
     _check_length("query_lens add up to", sum(record.query_lens), num_tokens)
     slot_ids = _array("slot_ids", record.slot_ids, np.int32)
@@ -303,6 +305,7 @@ def _batch_of(record: BatchRecord) -> ForwardBatch:
         sampling=record.sampling,
         scoring=record.scoring,
         states=record.states,
+        adapters=record.adapters,
         ended_keys=record.ended_keys,
         spec_info=None
         if record.spec is None

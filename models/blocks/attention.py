@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -299,7 +300,14 @@ def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
         weights.tensor(name, len(each), spec.hidden_size, rows=each) for name, each in read.items()
     ]
     scales = [weights.row_scales(name, each) for name, each in read.items()]
-    return weights.linear_from(_gates_last(spec, *matrices), _gates_last(spec, *scales))
+    updates = weights.updates(
+        {"q_proj": rows, "k_proj": keys, "v_proj": keys},
+        spec.hidden_size,
+        arranged=partial(_gates_last, spec),
+    )
+    return weights.linear_from(
+        _gates_last(spec, *matrices), _gates_last(spec, *scales), updates=updates
+    )
 
 
 def _gates_last(spec: AttentionSpec, both: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from engine.core.numerics import gelu, silu
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
+from models.blocks.low_rank import LowRankUpdates
+from runtime.errors import ConfigError
 
 # The bytes that a rank would receive from the others if each added up all rows.
 SHARED_OUT_BYTES = 1 << 20
@@ -41,10 +43,12 @@ class Linear:
         biases: Sequence[Tensor] = (),
         in_bytes: bool = False,
         row_scales: Tensor | None = None,
+        updates: LowRankUpdates | None = None,
     ) -> None:
         """Create the layer.
 
         With `in_bytes` packed weights keep eight bits. For `row_scales` see `PackedWeight`.
+        `updates` are those of adapters.
         """
         if biases and len(biases) != len(weights):
             raise ValueError(f"{len(weights)} fused weights need as many biases, got {len(biases)}")
@@ -52,6 +56,7 @@ class Linear:
         bias = torch.cat(list(biases)) if biases else None
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self.updates = updates
         self.packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
             self.packed = PackedWeight(
@@ -63,6 +68,11 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for x [T, in] in the weight's dtype."""
+        product = self._product(x)
+        return product if self.updates is None else self.updates.add(product, x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return the product without updates."""
         if self.packed is not None:
             return self.packed.multiply(x)
         if x.device.type != "cpu":
@@ -75,9 +85,10 @@ class Linear:
 
         On the host, it is not rounded to the weight's dtype in between.
         """
-        if self.packed is not None:
-            return self.packed.multiply(x, out_dtype=torch.float32)
-        return self(x).float()
+        if self.packed is None:
+            return self(x).float()
+        product = self.packed.multiply(x, out_dtype=torch.float32)
+        return product if self.updates is None else self.updates.add(product, x)
 
     def weight_rows(self, indices: Tensor) -> Tensor:
         """Return rows of the weight, [T, in], so that a tied head needs no copy of the embedding.
@@ -144,12 +155,14 @@ class SummedLinear:
         num_terms: int,
         in_bytes: bool = False,
         row_scales: Tensor | None = None,
+        updates: LowRankUpdates | None = None,
     ) -> None:
         """Create this rank's part.
 
         `bias` is [out] or None, the same on every rank. `num_terms` counts the terms of the whole
-        sum. `in_bytes` and `row_scales` are as in `Linear`.
+        sum. `in_bytes`, `row_scales` and `updates` are as in `Linear`.
         """
+        self._updates = updates
         self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(num_terms)
         self._bias = None if bias is None else bias.float()
         self._ranks = ranks
@@ -169,6 +182,11 @@ class SummedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out], the same on every rank, for x [T, part of in] in the weight's dtype."""
+        product = self._product(x)
+        return product if self._updates is None else self._updates.add(product, x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return the product without updates."""
         if self._packed is not None:
             part = self._packed.multiply(x, out_dtype=torch.float32)
         else:
@@ -213,12 +231,34 @@ class GatedLinear:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [T, out] for x [T, in] in the weights' dtype."""
+        """Return [T, out] for x [T, in] in the weights' dtype.
+
+        The fused product has no place for updates. Rows with updates take the two products apart.
+        """
         if self._activation is Activation.GELU:
             return gelu(self.gate(x)) * self.up(x)
-        if self.gate.packed is not None and self.up.packed is not None:
-            return self.gate.packed.multiply_gated(x, self.up.packed)
-        return silu(self.gate(x)) * self.up(x)
+        packed, packed_up = self.gate.packed, self.up.packed
+        if packed is None or packed_up is None:
+            return silu(self.gate(x)) * self.up(x)
+        rest = self._untouched(len(x))
+        if rest is None:
+            return packed.multiply_gated(x, packed_up)
+        out = silu(self.gate(x)) * self.up(x)
+        if len(rest):
+            out[rest] = packed.multiply_gated(x[rest], packed_up)
+        return out
+
+    def _untouched(self, num_rows: int) -> Tensor | None:
+        """Return the rows, [n] int64, that no adapter updates; None if it updates no row at all."""
+        found = [
+            each.updates
+            for each in (self.gate, self.up)
+            if each.updates is not None and each.updates.touched(num_rows)
+        ]
+        if not found:
+            return None
+        rest = found[0].untouched()
+        return rest if len(found) == 1 else rest[torch.isin(rest, found[1].untouched())]
 
 
 class GroupedLinear:
@@ -232,6 +272,8 @@ class GroupedLinear:
         self._group: PackedGroup | None = None
         gates = [layer.gate if isinstance(layer, GatedLinear) else layer for layer in layers]
         ups = [layer.up for layer in layers if isinstance(layer, GatedLinear)]
+        if any(layer.updates is not None for layer in (*gates, *ups)):
+            raise ConfigError("adapters of routed experts are not supported", field="adapters")
         self._out_features = gates[0].out_features
         packed, packed_ups = (
             [layer.packed for layer in each if layer.packed is not None] for each in (gates, ups)

@@ -6,7 +6,7 @@ rows.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor
 from engine.contracts.model import Ranks
 from engine.core.layer_range import Part
 from engine.core.numerics import HOST, Numerics
+from models.blocks.adapted import Arranged, OwnRows, Projection, StageAdapters, stacked
 from models.blocks.linear import Activation, GatedLinear, Linear, SummedLinear, is_packed
+from models.blocks.low_rank import LowRankUpdates
 from runtime.errors import InternalError
 
 # All rows by number, one interval, or several intervals one after another.
-Rows = int | Part | Sequence[Part]
+Rows = OwnRows
 
 
 def num_rows(rows: Rows) -> int:
@@ -100,13 +102,15 @@ class Weights:
         parts: PartSource | None = None,
         ranks: Ranks | None = None,
         in_bytes: bool = False,
+        adapters: StageAdapters | None = None,
     ) -> None:
         """Create a view of a source.
 
         `device` holds the tensors, and blocks over them compute there. `ranks` are those that share
         the stage, if it has several; parts of tensors are then read from `parts`. With `in_bytes`,
-        projections keep eight bits of each weight.
+        projections keep eight bits of each weight. Projections take their updates from `adapters`.
         """
+        self.adapters = adapters or StageAdapters()
         self._source = source
         self._parts = parts
         self.ranks = ranks
@@ -142,6 +146,7 @@ class Weights:
             parts=self._parts,
             ranks=ranks,
             in_bytes=in_bytes,
+            adapters=self.adapters,
         )
 
     def has(self, name: str) -> bool:
@@ -197,7 +202,27 @@ class Weights:
             if offsets is not None:
                 self._read(f"{name}.bias", offsets[start : start + count], each)
             start += count
-        return self.linear_from(weight, scales, offsets)
+        own = dict(zip(names, rows, strict=True))
+        return self.linear_from(
+            weight, scales, offsets, updates=self.updates(own, in_features, dtype=dtype)
+        )
+
+    def updates(
+        self,
+        parts: Mapping[str, Rows],
+        in_features: int,
+        *,
+        dtype: torch.dtype | None = None,
+        terms: Part | None = None,
+        arranged: Arranged = stacked,
+    ) -> LowRankUpdates | None:
+        """Return the adapters' updates of a projection; the arguments are those of `Projection`."""
+        return self.adapters.updates(
+            Projection(self._prefix, parts, in_features, terms, arranged),
+            dtype=dtype or self._dtype,
+            device=self.device,
+            ranks=self.ranks,
+        )
 
     def summed(
         self, name: str, *, rows: int, terms: Part, bias: bool = False
@@ -222,6 +247,7 @@ class Weights:
             num_terms=terms.total,
             in_bytes=self.in_bytes,
             row_scales=self.row_scales(f"{name}.weight", rows),
+            updates=self.updates({name: rows}, terms.total, terms=terms),
         )
 
     def row_scales(self, name: str, rows: Rows, *, item: tuple[int, int] | None = None) -> Tensor:
@@ -300,13 +326,21 @@ class Weights:
             return self._staging.matrix(rows, columns, dtype)
         return torch.empty(rows, columns, dtype=dtype, device=self.device)
 
-    def linear_from(self, weight: Tensor, row_scales: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear_from(
+        self,
+        weight: Tensor,
+        row_scales: Tensor,
+        bias: Tensor | None = None,
+        *,
+        updates: LowRankUpdates | None = None,
+    ) -> Linear:
         """Return a projection over a weight [out, in] in memory, with `row_scales` [out]."""
         return Linear(
             weight,
             biases=() if bias is None else (bias,),
             in_bytes=self.in_bytes,
             row_scales=row_scales,
+            updates=updates,
         )
 
     def gated(

@@ -219,6 +219,7 @@ class RequestParts:
             request.prompt_token_ids,
             self.plan.geometry.page_size,
             salt=request.cache_salt,
+            adapter=request.adapter,
             compatibility=compatibility,
         )
 
@@ -257,6 +258,7 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
         message,
         vocab_size=parts.plan.description.facts.vocab_size,
         max_context_tokens=parts.plan.size.context_tokens,
+        adapters=parts.plan.adapter_names,
     )
     note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
     return request

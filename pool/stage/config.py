@@ -10,6 +10,7 @@ from engine.core.layer_range import Placement
 from engine.speculative.contracts.config import SUFFIX
 from runtime.config import MAX_WAIT_S, AddressField, parse_peer
 from runtime.errors import ConfigError
+from runtime.model_files.adapter_folders import adapter_folders
 from runtime.model_files.model_folder import check_model_folder
 from runtime.observe.tracing_setup import check_endpoint
 from runtime.process.announce import announcement_path
@@ -178,6 +179,11 @@ class WorkerConfig(TlsConfig):
         description="model: the model's type; int8: projection matrices in eight bits, "
         "multiplied by eight-bit activations (device cpu)",
     )
+    adapters: Path | None = Field(
+        default=None,
+        description="directory of LoRA adapters in PEFT's format: every subfolder is one, and its "
+        "name is that of the adapter; the same in pools of both roles",
+    )
     device: str = Field(
         default="cpu",
         description="device of layers and cache memory: cpu, cuda or cuda:N (with numerics fast)",
@@ -300,6 +306,8 @@ class WorkerConfig(TlsConfig):
         check_endpoint(self.otel_endpoint)
         if self.draft is not None and self.draft != SUFFIX:
             check_model_folder(self.draft, field="draft")
+        if self.adapters is not None:
+            adapter_folders(self.adapters)
         _ = self.placement
         self.binding.check()
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
 from engine.core.numerics import HOST
 from engine.memory.budget import describe_pools
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.pipeline.frame_parts import MAX_PART_BYTES
+from models.adapters import read_adapters
 from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights
 from pool.stage.config import BALANCED, WorkerConfig
@@ -76,6 +78,10 @@ class StagePlan:
         return isinstance(self.speculation, DraftModelPlan)
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.description.adapters)
+
+    @property
     def num_draft_tokens(self) -> int:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
@@ -90,6 +96,7 @@ class StagePlan:
             weights=self.settings["weights"],
             arithmetic=self.settings["arithmetic"],
             max_context=self.settings["max_context"],
+            adapters=self.settings.get("adapters", ""),
             draft_revision=weights.draft_revision(draft),
             config=self.description.facts.revision,
             tensors=weights.total,
@@ -206,7 +213,18 @@ def _read_whole(config: WorkerConfig) -> ModelDescription:
         raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
     whole = read_model(config.model, in_bytes=in_bytes)
     _check_experts(config, whole)
-    return whole
+    return whole if config.adapters is None else _with_adapters(config, config.adapters, whole)
+
+
+def _with_adapters(config: WorkerConfig, folder: Path, whole: ModelDescription) -> ModelDescription:
+    """Return the model with the adapters in `folder`; raise ConfigError if it cannot have any."""
+    for field, allowed in (("dp_attention", 1), ("overlap_tokens", 0)):
+        if (value := getattr(config, field)) != allowed:
+            raise ConfigError(
+                f"--{field.replace('_', '-')} {value}: a pool with --adapters needs {allowed}",
+                field="adapters",
+            )
+    return replace(whole, adapters=read_adapters(folder))
 
 
 def _speculation_of_role(

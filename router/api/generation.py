@@ -189,6 +189,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             has_chat_template=text_tokenizer is not None and text_tokenizer.has_chat_template,
             revision=self._services.directory.revision,
             default_sampling=resolved_sampling(types_pb2.SamplingParams(), facts),
+            adapters=facts.adapters,
         )
 
     async def GetLoad(
@@ -246,8 +247,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return generation_pb2.FlushCachesResponse(workers=flushed)
 
     def _facts(self) -> ModelLimits:
+        directory = self._services.directory
         return replace(
-            self._model.facts, max_context_tokens=self._services.directory.max_context_tokens
+            self._model.facts,
+            max_context_tokens=directory.max_context_tokens,
+            adapters=directory.adapters,
         )
 
     def _register(

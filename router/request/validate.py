@@ -108,9 +108,10 @@ async def admissible(
         UnavailableError: it resumes a response to a prompt that another router tokenized
             differently.
     """
-    if not facts.is_named(request.model):
+    adapter = facts.adapter_of(request.model)
+    if adapter is None:
         raise UnknownModelError(
-            FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is")
+            FieldViolation("model", f"{_shown(request.model)} is not served, {facts.served} is")
         )
     violations = [
         *_identity(request, most_urgent),
@@ -133,7 +134,7 @@ async def admissible(
     ]
     if violations:
         raise InvalidRequestError(*violations)
-    resolved = _of_this_prompt(_resolve(request, facts, prompt, new_seed))
+    resolved = _of_this_prompt(_resolve(request, facts, prompt, new_seed, adapter))
     resolved.engine.priority = _priority(request, most_urgent)
     return replace(resolved, client=client)
 
@@ -411,6 +412,7 @@ def _resolve(
     facts: ModelLimits,
     prompt: list[int],
     new_seed: Callable[[], int],
+    adapter: str,
 ) -> AdmissibleRequest:
     stop = request.stop
     room = facts.max_context_tokens - len(prompt)
@@ -432,6 +434,7 @@ def _resolve(
         speculate=request.speculate if request.HasField("speculate") else None,
         prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
         cache_salt=request.cache_salt,
+        adapter=adapter,
     )
     if not engine.sampling.HasField("seed"):
         engine.sampling.seed = new_seed()

@@ -32,10 +32,27 @@ class ModelLimits:
     tokenizer_digest: str = ""  # of `runtime.model_files.tokenizer_files`
     sampling: Mapping[str, float] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # other names that requests may have
+    adapters: tuple[str, ...] = ()  # that the workers have
 
-    def is_named(self, name: str) -> bool:
-        """Return whether a request with this model name is for the model; "" is for any model."""
-        return name in ("", self.name, *self.aliases)
+    @property
+    def served(self) -> str:
+        """Return the name of the model and, if there are any, of its first adapters."""
+        if not self.adapters:
+            return repr(self.name)
+        more = f" and {len(self.adapters) - 8} more" if len(self.adapters) > 8 else ""
+        return f"{self.name!r}, also with the adapters {', '.join(self.adapters[:8])}{more},"
+
+    def adapter_of(self, name: str) -> str | None:
+        """Return the adapter that a request with this model name wants, or "" for none.
+
+        Return None if the name is not served. The names are "" and those of the model, each of
+        them with ":" and the name of an adapter, and the name of an adapter alone.
+        """
+        names = ("", self.name, *self.aliases)
+        if name in names:
+            return ""
+        base, _, adapter = name.rpartition(":")
+        return adapter if base in names and adapter in self.adapters else None
 
     def mismatch(self, info: worker_pb2.WorkerInfo, role: str) -> str:
         """Return why a worker must not serve this model in this role; empty if it may."""

@@ -168,6 +168,12 @@ class Directory:
             self._longest = version, self._largest_pair()
         return self._longest[1]
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the adapters of all workers, in order, those away now included."""
+        infos = (worker.info for worker in self.workers)
+        return tuple(sorted({name for info in infos if info is not None for name in info.adapters}))
+
     def _largest_pair(self) -> int:
         # By role, then compatibility.
         largest: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}

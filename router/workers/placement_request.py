@@ -24,10 +24,15 @@ class PlacementRequest:
         return PlacementRequest(self.prompt, self.context_tokens, compatibility)
 
     def fits(self, worker: Worker) -> bool:
-        """Return whether the worker can hold the request and fits its digest, with room or not."""
+        """Return whether the worker can hold the request, with room or not.
+
+        It must have the request's adapter, and fit its digest.
+        """
         snapshot = worker.snapshot
-        return snapshot.longest >= self.context_tokens and (
-            not self.compatibility or may_pair(snapshot.compatibility, self.compatibility)
+        return (
+            snapshot.longest >= self.context_tokens
+            and (not self.compatibility or may_pair(snapshot.compatibility, self.compatibility))
+            and (not self.prompt.adapter or self.prompt.adapter in worker.adapters)
         )
 
     def has_room(self, worker: Worker) -> bool:

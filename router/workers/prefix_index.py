@@ -18,13 +18,14 @@ from runtime.digests import NAME_BYTES, block_names
 
 @dataclass(frozen=True)
 class RoutedPrompt:
-    """A prompt in the form used to choose workers. `salt` and `uses_cache` as in
-    `baton.v1.EngineRequest`.
+    """A prompt in the form used to choose workers. `salt`, `uses_cache` and `adapter`
+    as in `baton.v1.EngineRequest`.
     """
 
     token_ids: Sequence[int]
     salt: str = ""
     uses_cache: bool = True
+    adapter: str = ""
     _names: dict[tuple[int, str], tuple[bytes, ...]] = field(
         default_factory=dict, init=False, compare=False
     )
@@ -35,12 +36,12 @@ class RoutedPrompt:
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of the token ids, 16 hexadecimal digits.
+        """Return a digest of the token ids and the adapter, 16 hexadecimal digits.
 
         It differs between two chat templates or tokenizers that encode a request differently.
         """
         ids = self.token_ids if isinstance(self.token_ids, array) else array("I", self.token_ids)
-        return blake2b(ids.tobytes(), digest_size=8).hexdigest()
+        return blake2b(ids.tobytes() + self.adapter.encode(), digest_size=8).hexdigest()
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
         """Return the names of the blocks that a worker may have cached.
@@ -53,7 +54,11 @@ class RoutedPrompt:
         key = page_size, compatibility
         if key not in self._names:
             self._names[key] = block_names(
-                self.token_ids[:-1], page_size, compatibility=compatibility, salt=self.salt
+                self.token_ids[:-1],
+                page_size,
+                compatibility=compatibility,
+                salt=self.salt,
+                adapter=self.adapter,
             )
         return self._names[key]
 
@@ -70,6 +75,7 @@ def prompt_of(
         request.prompt_token_ids if token_ids is None else token_ids,
         request.cache_salt,
         uses_cache and not is_scored,
+        request.adapter,
     )
 
 

@@ -60,6 +60,7 @@ class StageDriver:
             num_pages=num_sequences * pages_each + 1,
             num_slots=num_sequences + 1,
         )
+        self.adapters: dict[int, str] = {}  # of sequences that have one
         self.layers_done: list[int] = []
         self.contexts = [self._context(model, stage, page_size) for stage in self.stages]
 
@@ -98,6 +99,7 @@ class StageDriver:
             page_tables=self._tables[index],
             slot_ids=(index + 1).int(),
             sampling=(drawn,) * len(rows),
+            adapters=tuple(self.adapters.get(row, "") for row in rows) if self.adapters else (),
         )
 
     def forget(self, row: int) -> None:

@@ -1,0 +1,246 @@
+"""LoRA adapters as PEFT writes them: one folder each, with adapter_config.json and safetensors.
+
+For a projection y = W x an adapter has A [r, in] and B [out, r], and adds scale * B A x to y. The
+scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (rank-stabilized LoRA, Kalajdzievski
+2023). Whatever else PEFT offers changes the function in another way and is refused by name.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.core.layer_range import LayerRange
+from models.blocks.low_rank import LowRankFactors
+from models.checkpoint_part import LAYER_NAME, without_prefix
+from runtime.errors import ConfigError
+from runtime.model_files.adapter_folders import CONFIG, WEIGHTS, adapter_folders
+
+MAX_RANK = 512
+_PEFT_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.(?:default\.)?weight$")
+# PEFT saves these with an adapter of the head; they are the model's own.
+_UNTRAINED = re.compile(r"\.base_layer\.(weight|bias)$")
+_MAX_CONFIG_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
+# Settings that change the function in a way that this module does not compute, and their values
+# that do not.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "megatron_config": (None,),
+    "eva_config": (None,),
+    "corda_config": (None,),
+    "arrow_config": (None,),
+    "use_bdlora": (None, False),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One adapter's files, checked against PEFT's rules but not against a model.
+
+    Attributes:
+        name: that of its folder.
+        modules: the keys of the two factors by module, as PEFT names the module.
+        scales: by module.
+    """
+
+    name: str
+    folder: Path
+    modules: Mapping[str, tuple[str, str]]
+    scales: Mapping[str, float]
+    num_bytes: int
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of everything that the adapter computes with, in hex."""
+        digest = hashlib.blake2b(
+            json.dumps([self.name, sorted(self.scales.items())]).encode(), digest_size=16
+        )
+        with (self.folder / WEIGHTS).open("rb") as stream:
+            while piece := stream.read(_READ_BYTES):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def factors(self, module: str) -> LowRankFactors:
+        """Return the factors of a module.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        file = self.folder / WEIGHTS
+        try:
+            with safe_open(file, "pt") as tensors:
+                down, up = (tensors.get_tensor(key).float() for key in self.modules[module])
+        except (SafetensorError, OSError) as error:
+            raise _damaged(file, error) from error
+        return LowRankFactors(down, up * self.scales[module])
+
+
+def read_adapters(folder: Path) -> tuple[Adapter, ...]:
+    """Return the adapters in the subfolders of `folder`, by name.
+
+    Raises:
+        ConfigError: a subfolder is no adapter, or one that Baton cannot serve.
+    """
+    return tuple(_read(path) for path in adapter_folders(folder))
+
+
+def adapters_digest(adapters: Iterable[Adapter]) -> str:
+    """Return one digest of several adapters in hex, or "" if there are none."""
+    lines = [f"{adapter.name} {adapter.digest}" for adapter in adapters]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
+
+
+class StageFactors:
+    """A `FactorSource` with the adapters' factors of one stage's layers."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        layers: LayerRange,
+        num_layers: int,
+        other_names: Sequence[tuple[str, str]],
+    ) -> None:
+        """Create the source for `layers` of a model with `num_layers` layers.
+
+        `other_names` are those of `DecoderSpec`.
+        """
+        self._keys: dict[str, dict[Adapter, str]] = {}
+        for adapter in adapters:
+            for module in adapter.modules:
+                name = without_prefix(module.removeprefix(_PEFT_PREFIX), other_names)
+                layer = LAYER_NAME.match(name)
+                is_own = (
+                    layers.end == num_layers
+                    if layer is None
+                    else int(layer[1]) in layers or int(layer[1]) >= num_layers
+                )
+                if is_own:
+                    self._keys.setdefault(name, {})[adapter] = module
+        self._taken: set[str] = set()
+
+    def factors(self, module: str) -> dict[str, LowRankFactors]:
+        """Implement `FactorSource.factors`."""
+        keys = self._keys.get(module, {})
+        self._taken.add(module)
+        return {adapter.name: adapter.factors(key) for adapter, key in keys.items()}
+
+    def finish(self) -> None:
+        """Check that the stage has a projection for every update.
+
+        Raises:
+            ConfigError: it has none for some of them.
+        """
+        unused = sorted(self._keys.keys() - self._taken)
+        if unused:
+            names = sorted({adapter.name for name in unused for adapter in self._keys[name]})
+            raise ConfigError(
+                f"adapters {', '.join(names)} update what Baton cannot update in this model: "
+                f"{', '.join(unused[:4])}{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}",
+                field="adapters",
+            )
+
+
+def _read(folder: Path) -> Adapter:
+    config = _config(folder / CONFIG)
+    for field, neutral in _NEUTRAL.items():
+        if field in config and config[field] not in neutral:
+            raise _refused(folder, f"{field} {json.dumps(config[field])[:80]} is not supported")
+    file = folder / WEIGHTS
+    try:
+        with safe_open(file, "pt") as tensors:
+            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from error
+    factors: dict[str, dict[str, str]] = {}
+    for key in shapes:
+        if _UNTRAINED.search(key) is not None:
+            continue
+        found = _FACTOR.fullmatch(key)
+        if found is None:
+            raise _refused(folder, f"{key} is no factor of a linear layer")
+        factors.setdefault(found[1], {})[found[2]] = key
+    modules, scales = {}, {}
+    for module, keys in sorted(factors.items()):
+        if keys.keys() != {"A", "B"}:
+            raise _refused(folder, f"{module} has only one of its two factors")
+        down, up = shapes[keys["A"]], shapes[keys["B"]]
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or not 1 <= down[0] <= MAX_RANK:
+            raise _refused(
+                folder,
+                f"{module} has factors {down} and {up}, not [r, in] and [out, r] with r up to "
+                f"{MAX_RANK}",
+            )
+        modules[module] = keys["A"], keys["B"]
+        scales[module] = _scale(folder, config, module.removeprefix(_PEFT_PREFIX), down[0])
+    if not modules:
+        raise _refused(folder, f"{WEIGHTS} has no tensors")
+    return Adapter(folder.name, folder, modules, scales, file.stat().st_size)
+
+
+def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the scale of a module's update, as PEFT's config states it."""
+    stated = _of_module(folder, config, "rank_pattern", module, config.get("r", 8))
+    alpha = _of_module(folder, config, "alpha_pattern", module, config.get("lora_alpha", 8))
+    if stated != rank:
+        raise _refused(folder, f"{module} has rank {rank}, its config states {stated}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise _refused(folder, f"lora_alpha {json.dumps(alpha)[:80]} is no number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(
+    folder: Path, config: Mapping[str, Any], field: str, module: str, default: object
+) -> object:
+    """Return a module's own value in a pattern of the config, or the default.
+
+    A key matches a whole name or its end after a dot, and may be a regular expression.
+    """
+    patterns = config.get(field) or {}
+    if not isinstance(patterns, dict):
+        raise _refused(folder, f"{field} is no object")
+    for key, value in patterns.items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({key})", module):
+                return value
+        except re.error as error:
+            raise _refused(folder, f"{field} has the key {key[:80]!r}: {error}") from error
+    return default
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_CONFIG_BYTES + 1)
+        config = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(file, error) from error
+    if not isinstance(config, dict) or len(text) > _MAX_CONFIG_BYTES:
+        raise ConfigError(f"{file} is no config of an adapter", field="adapters")
+    return config
+
+
+def _refused(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"adapter {folder}: {why}", field="adapters")
+
+
+def _damaged(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{file} cannot be read: {repr(error)[:200]}", field="adapters")

@@ -1,0 +1,152 @@
+"""Construction of the low-rank updates of a stage's projections."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.contracts.model import Ranks
+from engine.core.layer_range import Part
+from models.blocks.linear import GroupedLinear, Linear, SummedLinear
+from models.blocks.low_rank import (
+    AdapterRows,
+    FactorSource,
+    LowRankFactors,
+    LowRankUpdates,
+    UpdateGroup,
+)
+from runtime.errors import ConfigError
+
+# The rows of a projection that this rank has: their number, or intervals of them.
+OwnRows = int | Part | Sequence[Part]
+Arranged = Callable[..., Tensor]
+
+
+def stacked(*matrices: Tensor) -> Tensor:
+    """Return the matrices one after another."""
+    return torch.cat(matrices)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A projection, or several with the same input in one product, as a rank has it.
+
+    Attributes:
+        prefix: the prefix of the parts' names.
+        parts: the rows of each part that this rank has, by name.
+        in_features: the terms of the whole sum.
+        terms: the terms of this rank, if the ranks divide the sum.
+        arranged: the order of the parts' rows in the product.
+    """
+
+    prefix: str
+    parts: Mapping[str, OwnRows]
+    in_features: int
+    terms: Part | None = None
+    arranged: Arranged = stacked
+
+
+class StageAdapters:
+    """The adapters of a stage, from which its projections take their updates."""
+
+    def __init__(self, source: FactorSource | None = None, names: Sequence[str] = ()) -> None:
+        """Create the adapters `names` of a stage, which read `source`; without one there are none."""
+        self.rows = AdapterRows(names)
+        self._source = source
+
+    def updates(
+        self,
+        projection: Projection,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None,
+    ) -> LowRankUpdates | None:
+        """Return the updates of a projection, or None if no adapter targets it.
+
+        The parts of a projection share one product: A of the parts one below another, and B in
+        blocks. `ranks` are those that divide its sum, if there are several.
+
+        Raises:
+            ConfigError: an adapter's factors do not have the shape of the projection.
+        """
+        if self._source is None:
+            return None
+        found: dict[str, dict[str, LowRankFactors]] = {}
+        for name in projection.parts:
+            for adapter, factors in self._source.factors(projection.prefix + name).items():
+                found.setdefault(adapter, {})[name] = factors
+        by_rank: dict[int, dict[str, LowRankFactors]] = {}
+        for adapter, by_name in found.items():
+            joined = _joined(adapter, projection, by_name)
+            by_rank.setdefault(len(joined.down), {})[adapter] = joined
+        if not by_rank:
+            return None
+        groups = [
+            UpdateGroup(
+                tuple(members),
+                _down(
+                    [each.down.to(device, dtype) for each in members.values()], projection, ranks
+                ),
+                GroupedLinear([Linear(each.up.to(device, dtype)) for each in members.values()]),
+            )
+            for members in by_rank.values()
+        ]
+        return LowRankUpdates(self.rows, groups)
+
+
+def _joined(
+    adapter: str, projection: Projection, by_name: Mapping[str, LowRankFactors]
+) -> LowRankFactors:
+    """Return one adapter's factors of the whole projection."""
+    downs = [by_name[name].down for name in projection.parts if name in by_name]
+    rank = sum(map(len, downs))
+    blocks, start = [], 0
+    for name, rows in projection.parts.items():
+        parts = [Part.whole(rows)] if isinstance(rows, int) else rows
+        parts = [parts] if isinstance(parts, Part) else parts
+        block = torch.zeros(sum(map(len, parts)), rank)
+        factors = by_name.get(name)
+        if factors is not None:
+            _check(adapter, projection, name, factors, parts[0].total)
+            own = torch.cat([factors.up[part.start : part.stop] for part in parts])
+            block[:, start : start + len(factors.down)] = own
+            start += len(factors.down)
+        blocks.append(block)
+    return LowRankFactors(torch.cat(downs), projection.arranged(*blocks))
+
+
+def _check(
+    adapter: str, projection: Projection, name: str, factors: LowRankFactors, out_features: int
+) -> None:
+    given = factors.up.shape[0], factors.down.shape[1]
+    expected = out_features, projection.in_features
+    if given != expected:
+        raise ConfigError(
+            f"adapter {adapter!r} is for another model: its update of {projection.prefix}{name} is "
+            f"{list(given)}, the model's projection is {list(expected)}",
+            field="adapters",
+        )
+
+
+def _down(
+    matrices: Sequence[Tensor], projection: Projection, ranks: Ranks | None
+) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    terms = projection.terms
+    if terms is None or terms.is_whole or ranks is None:
+        return GroupedLinear([Linear(matrix) for matrix in matrices])
+    layers = [
+        SummedLinear(
+            matrix[:, terms.start : terms.stop].contiguous(), None, ranks, num_terms=terms.total
+        )
+        for matrix in matrices
+    ]
+    return partial(_one_by_one, layers)
+
+
+def _one_by_one(layers: Sequence[SummedLinear], x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Multiply each run of rows by its own layer; all ranks have the same runs."""
+    runs = zip(layers, torch.split(x, list(counts)), strict=True)
+    return torch.cat([layer(run) for layer, run in runs if len(run)])

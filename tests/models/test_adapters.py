@@ -1,0 +1,175 @@
+"""Adapters against PEFT, and the bits of their rows in any batch and any division."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.request import Request, SampledToken, SamplingParams
+from models.loader import ModelDescription
+from runtime.errors import ConfigError, InternalError
+from tests.models.conftest import CheckpointMaker
+from tests.support.models.adapters import adapted_oracle, with_adapters, write_adapter
+from tests.support.models.single_stage import StageDriver
+from tests.support.pool.local_pool import local_pool
+
+PROMPT = torch.randint(3, 240, (90,), generator=torch.Generator().manual_seed(7)).tolist()
+OTHERS = {1: PROMPT[3:70], 2: PROMPT[:1], 3: PROMPT[20:89]}
+STEPS = [17, 200, 5]
+TOLERANCE = 2e-4
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture
+def adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
+    """Return a folder with adapters of the tiny Llama: two ranks, and other targets."""
+    model, folder = checkpoint("llama", dtype=torch.bfloat16), tmp_path / "adapters"
+    write_adapter(folder / "all", model, seed=1)
+    write_adapter(folder / "attention", model, seed=2, targets=ATTENTION)
+    write_adapter(folder / "wide", model, seed=3, rank=12, use_rslora=True)
+    write_adapter(folder / "some-layers", model, seed=4, targets=ATTENTION, layers_to_transform=[1, 2])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "options"),
+    [
+        ("llama", "all-linear", {}),
+        ("llama", ["q_proj", "down_proj"], {"use_rslora": True, "lora_alpha": 3}),
+        (
+            "llama",
+            "all-linear",
+            {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.mlp.up_proj": 40}},
+        ),
+        ("llama_tied_bias", "all-linear", {}),
+        ("llama", [*ATTENTION, "gate_proj", "lm_head"], {}),
+        ("qwen3_5_text", "all-linear", {}),
+        ("gemma3", "all-linear", {}),
+        ("gemma4", ["q_proj", "o_proj", "down_proj"], {}),
+        ("deepseek_v3", ["o_proj", "q_b_proj", "kv_a_proj_with_mqa"], {}),
+    ],
+)
+def test_logits_are_those_of_peft(
+    family: str,
+    targets: str | list[str],
+    options: dict[str, object],
+    checkpoint: CheckpointMaker,
+    tmp_path: Path,
+) -> None:
+    model = checkpoint(family)
+    adapter = write_adapter(tmp_path / "a" / "x", model, seed=5, targets=targets, **options)
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = adapted_oracle(model, adapter)(tokens, use_cache=False).logits[0]
+    driver = StageDriver(with_adapters(model, tmp_path / "a"))
+    plain = driver.prefill({1: PROMPT})
+    driver.adapters = {0: "x"}
+    torch.testing.assert_close(
+        driver.prefill({0: PROMPT[:-3]})[0], expected[-4], atol=TOLERANCE, rtol=0
+    )
+    for place in (-3, -2, -1):
+        found = driver.decode({0: PROMPT[place]})[0]
+        torch.testing.assert_close(found, expected[place], atol=TOLERANCE, rtol=0)
+    assert (plain[0] - expected[-1]).abs().max() > 0.1, "the adapter changes the answer"
+
+
+def run_alone(driver: StageDriver, adapter: str, chunk_tokens: int = len(PROMPT)) -> list[Tensor]:
+    """Return the logits of the prompt's end and of each following step."""
+    driver.adapters = {0: adapter} if adapter else {}
+    for start in range(0, len(PROMPT), chunk_tokens):
+        chunk = PROMPT[start : start + chunk_tokens]
+        logits = driver.prefill({0: chunk}, samples=start + chunk_tokens >= len(PROMPT))
+    return [logits, *(driver.decode({0: token}) for token in STEPS)]
+
+
+@pytest.mark.parametrize("adapter", ["", "all", "attention", "some-layers", "wide"])
+def test_a_row_has_the_same_bits_in_any_batch(
+    adapter: str, adapters: Path, checkpoint: CheckpointMaker
+) -> None:
+    model = with_adapters(checkpoint("llama", dtype=torch.bfloat16), adapters)
+    expected = run_alone(StageDriver(model), adapter)
+    for others in (("wide", "", "all"), ("some-layers", "all", "attention")):
+        driver = StageDriver(model)
+        driver.adapters = {0: adapter} | dict(enumerate(others, 1))
+        found = [driver.prefill({1: OTHERS[1], 0: PROMPT, 2: OTHERS[2], 3: OTHERS[3]})[1:2]]
+        for token in STEPS:
+            found.append(driver.decode({3: 9, 2: 11, 0: token, 1: 13})[2:3])
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(ours, theirs), f"step {step} beside {others}"
+
+
+@pytest.mark.parametrize("adapter", ["all", "wide"])
+def test_chunks_and_cuts_change_no_bit(
+    adapter: str, adapters: Path, checkpoint: CheckpointMaker
+) -> None:
+    model = with_adapters(checkpoint("llama", dtype=torch.bfloat16), adapters)
+    expected = run_alone(StageDriver(model), adapter)
+    for cuts, chunk_tokens in (((), 7), ((1,), 33), ((2, 3), 90)):
+        found = run_alone(StageDriver(model, cuts=cuts), adapter, chunk_tokens)
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(ours, theirs), f"step {step} with cuts {cuts}"
+
+
+def answers(
+    description: ModelDescription, names: list[str], num_stages: int = 1, tp: int = 1
+) -> list[list[SampledToken]]:
+    """Return the output for one prompt per adapter, all at once."""
+    requests = [
+        Request(
+            f"r{place}",
+            tuple(PROMPT[place : 40 + 10 * place]),
+            6,
+            SamplingParams(temperature=0.8 * (place % 2), seed=place),
+            num_top_logprobs=3,
+            adapter=name,
+        )
+        for place, name in enumerate(names)
+    ]
+    with local_pool(description, num_stages, tp=tp) as pool:
+        return [answer.tokens for answer in pool.generate(requests)]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "tp", "in_bytes"), [(2, 1, False), (1, 2, False), (2, 2, False), (1, 2, True)]
+)
+def test_stages_and_ranks_give_the_bits_of_one_process(
+    num_stages: int, tp: int, in_bytes: bool, adapters: Path, checkpoint: CheckpointMaker
+) -> None:
+    model = checkpoint("llama", dtype=torch.bfloat16)
+    description = with_adapters(model, adapters, in_bytes=in_bytes)
+    names = ["all", "", "wide", "attention", "all"]
+    expected = answers(description, names)
+    assert answers(description, names, num_stages, tp) == expected
+    alone = [answers(description, [""] * place + [name])[place] for place, name in enumerate(names)]
+    assert alone == expected
+
+
+def test_a_hybrid_on_ranks_gives_the_bits_of_one_process(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    model = checkpoint("qwen3_5_text", dtype=torch.bfloat16)
+    write_adapter(tmp_path / "a", model, seed=5)
+    write_adapter(tmp_path / "b", model, seed=6, rank=3)
+    description, names = with_adapters(model, tmp_path), ["a", "b", "", "a"]
+    assert answers(description, names, 2, 2) == answers(description, names)
+
+
+def test_adapters_of_a_stage_are_those_of_its_layers(
+    adapters: Path, checkpoint: CheckpointMaker
+) -> None:
+    driver = StageDriver(with_adapters(checkpoint("llama", dtype=torch.bfloat16), adapters))
+    driver.adapters = {0: "absent"}
+    with pytest.raises(InternalError, match="this stage has no adapters"):
+        driver.prefill({0: PROMPT})
+
+
+def test_an_adapter_of_another_model_is_refused(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "x", checkpoint("qwen3_5_text"), seed=1)
+    description = with_adapters(checkpoint("llama"), tmp_path)
+    with pytest.raises(ConfigError, match="x update what Baton cannot update in this model: layers.0"):
+        description.load_stage(LayerRange(0, 2), numerics=Numerics.EXACT)
