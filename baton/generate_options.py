@@ -64,7 +64,13 @@ class GenerateOptions(CommandOptions):
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="With --json: logprobs of the prompt's tokens, likewise.")
     ] = None
-    model: Annotated[str, typer.Option(help="Reject the request unless this model is served.")] = ""
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Reject the request unless this model is served. MODEL:ADAPTER, or the name of an "
+            "adapter, answers with that adapter."
+        ),
+    ] = ""
     speculate: Annotated[
         bool | None,
         typer.Option(

@@ -21,6 +21,7 @@ from baton.gateway import check_installed
 from baton.hub import download, is_hub_name
 from baton.up_command import (
     UpConfig,
+    WorkerAdapters,
     WorkerDevice,
     WorkerDraft,
     WorkerNumerics,
@@ -45,6 +46,7 @@ _SHARED = (
     "weights",
     "device",
     "draft",
+    "adapters",
     "log_level",
     "log_style",
 )
@@ -90,6 +92,7 @@ class ServeConfig(Config):
     weights: WorkerWeights = None
     device: WorkerDevice = None
     draft: WorkerDraft = None
+    adapters: WorkerAdapters = None
     log_level: LogLevel = "info"
     log_style: ClusterLogStyle = None
 

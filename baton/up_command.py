@@ -39,6 +39,7 @@ _OF_WORKERS = (
     "transport",
     "transport_interface",
     "draft",
+    "adapters",
     "otel_endpoint",
 )
 
@@ -61,6 +62,13 @@ WorkerDraft = Annotated[
         "speculative decoding in decode pools."
     ),
 ]
+WorkerAdapters = Annotated[
+    Path | None,
+    Field(
+        description="Directory of LoRA adapters in PEFT's format, one per subfolder; requests name "
+        "one as MODEL:ADAPTER."
+    ),
+]
 
 
 class UpConfig(ClusterSettings):
@@ -76,6 +84,7 @@ class UpConfig(ClusterSettings):
         default=None, description="Network devices that UCX listens on."
     )
     draft: WorkerDraft = None
+    adapters: WorkerAdapters = None
     otel_endpoint: str | None = Field(
         default=None, description="URL of an OTLP collector that receives traces."
     )

@@ -225,6 +225,7 @@ class ModelInfo:
     has_chat_template: bool
     revision: str
     default_sampling: Sampling = Sampling()  # used for requests that set none of these
+    adapters: tuple[str, ...] = ()  # that a request may have: its model is then "MODEL:ADAPTER"
 
 
 @dataclass(frozen=True)

@@ -317,6 +317,7 @@ def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
         **{
             **values,
             "eos_token_ids": tuple(response.eos_token_ids),
+            "adapters": tuple(response.adapters),
             "default_sampling": _sampling_of(response.default_sampling),
         }
     )

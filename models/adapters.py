@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,30 +170,41 @@ def _read(folder: Path) -> Adapter:
             shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
+    modules, scales = {}, {}
+    for module, keys in _factors_of(folder, shapes):
+        rank = _rank(folder, module, *(shapes[key] for key in keys))
+        modules[module] = keys
+        scales[module] = _scale(folder, config, module.removeprefix(_PEFT_PREFIX), rank)
+    if not modules:
+        raise _refused(folder, f"{WEIGHTS} has no tensors")
+    return Adapter(folder.name, folder, modules, scales, file.stat().st_size)
+
+
+def _factors_of(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield each module with the keys of its two factors, in name order."""
     factors: dict[str, dict[str, str]] = {}
-    for key in shapes:
+    for key in keys:
         if _UNTRAINED.search(key) is not None:
             continue
         found = _FACTOR.fullmatch(key)
         if found is None:
             raise _refused(folder, f"{key} is no factor of a linear layer")
         factors.setdefault(found[1], {})[found[2]] = key
-    modules, scales = {}, {}
-    for module, keys in sorted(factors.items()):
-        if keys.keys() != {"A", "B"}:
+    for module, pair in sorted(factors.items()):
+        if pair.keys() != {"A", "B"}:
             raise _refused(folder, f"{module} has only one of its two factors")
-        down, up = shapes[keys["A"]], shapes[keys["B"]]
-        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or not 1 <= down[0] <= MAX_RANK:
-            raise _refused(
-                folder,
-                f"{module} has factors {down} and {up}, not [r, in] and [out, r] with r up to "
-                f"{MAX_RANK}",
-            )
-        modules[module] = keys["A"], keys["B"]
-        scales[module] = _scale(folder, config, module.removeprefix(_PEFT_PREFIX), down[0])
-    if not modules:
-        raise _refused(folder, f"{WEIGHTS} has no tensors")
-    return Adapter(folder.name, folder, modules, scales, file.stat().st_size)
+        yield module, (pair["A"], pair["B"])
+
+
+def _rank(folder: Path, module: str, down: Sequence[int], up: Sequence[int]) -> int:
+    """Return the rank of a module's factors with these shapes."""
+    if len(down) != 2 or len(up) != 2 or down[0] != up[1] or not 1 <= down[0] <= MAX_RANK:
+        raise _refused(
+            folder,
+            f"{module} has factors {list(down)} and {list(up)}, not [r, in] and [out, r] with r up "
+            f"to {MAX_RANK}",
+        )
+    return down[0]
 
 
 def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:

@@ -528,3 +528,37 @@ async def test_bad_input_reaches_no_worker_and_leaves_nothing() -> None:
             assert error.violations[0].field == field
         assert journal.entries == []
         await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("", ""),
+        ("tiny", ""),
+        ("little", ""),
+        ("tiny:a", "a"),
+        ("little:b.1", "b.1"),
+        (":a", "a"),
+        ("a", "a"),
+        ("with:colon", ""),
+        ("with:colon:a", "a"),
+        ("tiny:", None),
+        ("tiny:c", None),
+        ("a:a", None),
+        ("tiny:a:a", None),
+        ("colon", None),
+    ],
+)
+async def test_a_model_name_may_name_an_adapter(name: str, adapter: str | None) -> None:
+    model = served_model()
+    facts = replace(model.facts, aliases=("little", "with:colon"), adapters=("a", "b.1"))
+    request = good()
+    plain = await check(request, replace(model, facts=facts))
+    request.model = name
+    if adapter is None:
+        with pytest.raises(UnknownModelError, match="also with the adapters a, b"):
+            await check(request, replace(model, facts=facts))
+        return
+    found = await check(request, replace(model, facts=facts))
+    assert found.engine.adapter == found.prompt.adapter == adapter
+    assert (found.prompt.digest == plain.prompt.digest) is (adapter == "")

@@ -631,3 +631,22 @@ async def test_the_pool_with_the_cached_prompt_wins_between_equal_loads(
     assert slow.decode.worker is pools[1] or not num_cached, (
         "bytes on a slow link count more than load"
     )
+
+
+async def test_a_request_with_an_adapter_goes_to_workers_that_have_it() -> None:
+    known = Known(2)
+    serves(known.prefill, adapters=["a", "b"])
+    serves(known.decode[0], adapters=["b"])
+    serves(known.decode[1])
+    placement = known.directory.placement
+    assert known.directory.adapters == ("a", "b")
+    for adapter, pools in (("", set(known.decode)), ("b", {known.decode[0]}), ("a", set())):
+        request = PlacementRequest(RoutedPrompt([1, 2, 3], adapter=adapter), 8)
+        assert placement.can_hold(request) is bool(pools)
+        pairs = [placement.place(request) for _ in range(3)]
+        found = {pair.decode.worker for pair in pairs if pair is not None}
+        assert found <= pools
+        assert bool(found) is bool(pools)
+        for pair in pairs:
+            if pair is not None:
+                pair.release()

@@ -42,6 +42,7 @@ def as_query(request: Request) -> Query:
     return Query(
         prompt=tuple(request.prompt_token_ids),
         request_id=request.request_id,
+        model=request.adapter and f":{request.adapter}",
         skip_text=True,
         num_top_logprobs=request.num_top_logprobs,
         stop=Stop(max_tokens=request.max_tokens, ignore_eos=True),

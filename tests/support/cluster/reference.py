@@ -1,12 +1,14 @@
 """One tiny hybrid checkpoint on disk for all tests of clusters, and the output of a single
 process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.core.request import Request
+from models.adapters import read_adapters
 from models.loader import read_model
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.pool.local_pool import local_pool
@@ -21,9 +23,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Reference:
     """Output of one process without any handoff, one request at a time."""
 
-    def __init__(self, path: Path, *, in_bytes: bool = False) -> None:
+    def __init__(self, path: Path, *, in_bytes: bool = False, adapters: Path | None = None) -> None:
         torch.set_num_threads(1)
-        self._description = read_model(path, in_bytes=in_bytes)
+        self._description = replace(
+            read_model(path, in_bytes=in_bytes),
+            adapters=() if adapters is None else read_adapters(adapters),
+        )
 
     def answers(self, requests: list[Request]) -> list[list[tuple[int, float | None]]]:
         """Return (token id, logprob) per request; the page size is the clusters' default."""

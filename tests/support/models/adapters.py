@@ -23,13 +23,12 @@ def write_adapter(
     seed: int,
     rank: int = 8,
     targets: str | Sequence[str] = ALL_LINEAR,
-    **options: Any,
+    **options: object,
 ) -> Path:
     """Write an adapter of the checkpoint `model` to `folder`; `options` are those of LoraConfig."""
+    settings: dict[str, Any] = {"lora_alpha": 2 * rank, **options}
     names = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=rank, target_modules=names, **{"lora_alpha": 2 * rank, **options}
-    )
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=names, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = get_peft_model(oracle(model), config)
@@ -39,7 +38,7 @@ def write_adapter(
                 spread = 0.5 / parameter.shape[-1] ** 0.5
                 drawn = torch.randn(parameter.shape, generator=generator) * spread
                 parameter.data.copy_(drawn)
-        adapted.save_pretrained(folder)
+        adapted.save_pretrained(str(folder))
     return folder
 
 

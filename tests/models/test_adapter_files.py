@@ -1,0 +1,183 @@
+"""Adapters' files: what is refused, what distinguishes two adapters, and what memory they count."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.core.layer_range import LayerRange
+from models.adapters import MAX_RANK, adapters_digest, read_adapters
+from models.loader import read_model
+from pool.stage.config import WorkerConfig
+from pool.stage.plan import plan_stage
+from runtime.errors import ConfigError, IncompatiblePeerError
+from runtime.model_files.adapter_folders import CONFIG, MAX_ADAPTERS, WEIGHTS
+from tests.models.conftest import CheckpointMaker
+from tests.support.models.adapters import write_adapter
+from transfer.plan.compatibility import check_settings
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory, checkpoint: CheckpointMaker) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    return write_adapter(folder / "good", checkpoint("llama"), seed=1, targets=["q_proj"])
+
+
+@pytest.fixture
+def copy(written: Path, tmp_path: Path) -> Path:
+    """Return a private copy of an adapter, to damage."""
+    return Path(shutil.copytree(written, tmp_path / "adapters" / "good"))
+
+
+def configure(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **fields}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(path.read_bytes()[:length])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: configure(folder, peft_type="LOHA"), 'peft_type "LOHA" is not supported'),
+        (lambda folder: configure(folder, use_dora=True), "use_dora true is not supported"),
+        (lambda folder: configure(folder, bias="all"), 'bias "all" is not supported'),
+        (
+            lambda folder: configure(folder, modules_to_save=["lm_head"]),
+            "modules_to_save .* is not supported",
+        ),
+        (
+            lambda folder: configure(folder, target_parameters=["mlp.experts.down_proj"]),
+            "target_parameters",
+        ),
+        (lambda folder: configure(folder, r=4), "has rank 8, its config states 4"),
+        (lambda folder: configure(folder, lora_alpha="much"), "lora_alpha .* is no number"),
+        (lambda folder: configure(folder, rank_pattern=[1]), "rank_pattern is no object"),
+        (lambda folder: configure(folder, rank_pattern={"(": 1}), "rank_pattern has the key"),
+        (lambda folder: (folder / CONFIG).write_text("[]"), "is no config of an adapter"),
+        (lambda folder: (folder / CONFIG).write_text("[" * 100_000), "cannot be read"),
+        (lambda folder: (folder / CONFIG).unlink(), f"has no {CONFIG}"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
+        (lambda folder: cut(folder / WEIGHTS, 5), "cannot be read"),
+        (lambda folder: cut(folder / WEIGHTS, 4000), "cannot be read"),
+        (
+            lambda folder: rewrite(folder, lambda held: held.pop(f"{Q_PROJ}.lora_A.weight")),
+            "has only one of its two factors",
+        ),
+        (
+            lambda folder: rewrite(
+                folder, lambda held: held.update({f"{Q_PROJ}.lora_A.weight": torch.zeros(7, 72)})
+            ),
+            r"has factors \[7, 72\] and \[80, 8\]",
+        ),
+        (
+            lambda folder: rewrite(
+                folder,
+                lambda held: held.update(
+                    {
+                        f"{Q_PROJ}.lora_A.weight": torch.zeros(MAX_RANK + 1, 72),
+                        f"{Q_PROJ}.lora_B.weight": torch.zeros(80, MAX_RANK + 1),
+                    }
+                ),
+            ),
+            f"with r up to {MAX_RANK}",
+        ),
+        (
+            lambda folder: rewrite(folder, lambda held: held.update(rest=torch.zeros(1))),
+            "rest is no factor of a linear layer",
+        ),
+        (lambda folder: rewrite(folder, dict.clear), "has no tensors"),
+        (lambda folder: folder.rename(folder.with_name("a b")), "is no name of an adapter"),
+        (lambda folder: folder.rename(folder.with_name("x" * 65)), "is no name of an adapter"),
+        (shutil.rmtree, f"must be 1 to {MAX_ADAPTERS}"),
+        (
+            lambda folder: [
+                (folder.parent / f"n{number}").mkdir() for number in range(MAX_ADAPTERS)
+            ],
+            f"has {MAX_ADAPTERS + 1} folders of adapters",
+        ),
+        (lambda folder: shutil.rmtree(folder.parent), "cannot be read"),
+    ],
+)
+def test_a_bad_adapter_is_refused(copy: Path, change: Callable[[Path], Any], says: str) -> None:
+    folder = copy.parent
+    assert [adapter.name for adapter in read_adapters(folder)] == ["good"]
+    change(copy)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_adapters(folder)
+    assert caught.value.field == "adapters"
+
+
+def test_hidden_folders_and_files_are_no_adapters(copy: Path) -> None:
+    (copy.parent / ".cache").mkdir()
+    (copy.parent / "README.md").touch()
+    assert [adapter.name for adapter in read_adapters(copy.parent)] == ["good"]
+
+
+def test_the_digest_covers_all_that_an_adapter_computes_with(copy: Path) -> None:
+    def digest() -> str:
+        return adapters_digest(read_adapters(copy.parent))
+
+    found = [digest()]
+    configure(copy, base_model_name_or_path="elsewhere", inference_mode=True)
+    assert digest() == found[0], "what only names or trains it is ignored"
+    configure(copy, lora_alpha=17)
+    found.append(digest())
+    configure(copy, use_rslora=True)
+    found.append(digest())
+    rewrite(copy, lambda held: held[f"{Q_PROJ}.lora_B.weight"].mul_(-1))
+    found.append(digest())
+    copy.rename(copy.with_name("other"))
+    found.append(digest())
+    assert len(set(found)) == len(found)
+    assert adapters_digest(()) == ""
+
+
+def test_memory_counts_the_adapters_of_a_stage(copy: Path, checkpoint: CheckpointMaker) -> None:
+    plain = read_model(checkpoint("llama"))
+    adapted = replace(plain, adapters=read_adapters(copy.parent))
+    size = (copy / WEIGHTS).stat().st_size
+    for layers in (LayerRange(0, 4), LayerRange(1, 2)):
+        more = adapted.weight_bytes(layers) - plain.weight_bytes(layers)
+        assert more == round(size * len(layers) / 4)
+
+
+@pytest.mark.parametrize(
+    "given", [{"tp": 2, "dp_attention": 2, "world_size": 2}, {"overlap_tokens": 8}]
+)
+def test_layouts_without_adapters_are_named(
+    copy: Path, checkpoint: CheckpointMaker, given: dict[str, Any]
+) -> None:
+    config = WorkerConfig(model=checkpoint("llama"), adapters=copy.parent, num_pages=8, **given)
+    with pytest.raises(ConfigError, match=r"a pool with --adapters needs [01]$"):
+        plan_stage(config)
+
+
+def test_pools_and_stages_compare_their_adapters(copy: Path, checkpoint: CheckpointMaker) -> None:
+    config = WorkerConfig(model=checkpoint("llama"), num_pages=8)
+    plain = plan_stage(config)
+    adapted = plan_stage(config.model_copy(update={"adapters": copy.parent}))
+    configure(copy, lora_alpha=17)
+    other = plan_stage(config.model_copy(update={"adapters": copy.parent}))
+    assert plain.adapter_names == ()
+    assert adapted.adapter_names == other.adapter_names == ("good",)
+    for theirs in (plain, other):
+        with pytest.raises(IncompatiblePeerError, match="adapters is"):
+            check_settings(adapted.settings, theirs.settings)
