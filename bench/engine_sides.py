@@ -128,6 +128,7 @@ class Ours:
         self._tables = order.view(max_rows, pages_per_row).int()
         self._tokens = torch.empty(0, 1)
         self._num_cached = 0
+        self.adapters: tuple[str, ...] = ()  # of the rows; empty: no row has one
 
     def prefill(self, prompts: Tensor) -> tuple[float, Tensor]:
         started = time.perf_counter()
@@ -163,6 +164,7 @@ class Ours:
             slot_ids=torch.zeros(rows, dtype=torch.int32),
             sampling=(SamplingRow(SamplingParams(temperature=0.0), position=context + length),)
             * rows,
+            adapters=self.adapters[first_row : first_row + rows],
         )
         logits = self._stage.run(batch).logits
         assert logits is not None

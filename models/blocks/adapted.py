@@ -4,17 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.contracts.model import Ranks
 from engine.core.layer_range import Part
+from engine.kernels.host.linear.low_rank import UpFactor
 from models.blocks.linear import GroupedLinear, Linear, SummedLinear
 from models.blocks.low_rank import (
     AdapterRows,
     FactorSource,
     LowRankFactors,
     LowRankUpdates,
+    Product,
+    Runs,
     UpdateGroup,
 )
 from runtime.errors import ConfigError
@@ -66,8 +71,8 @@ class StageAdapters:
     ) -> LowRankUpdates | None:
         """Return the updates of a projection, or None if no adapter targets it.
 
-        The parts of a projection share one product: A of the parts one below another, and B in
-        blocks. `ranks` are those that divide its sum, if there are several.
+        The parts of a projection share one product, with A of the parts one below another. `ranks`
+        are those that divide its sum, if there are several.
 
         Raises:
             ConfigError: an adapter's factors do not have the shape of the projection.
@@ -78,44 +83,71 @@ class StageAdapters:
         for name in projection.parts:
             for adapter, factors in self._source.factors(projection.prefix + name).items():
                 found.setdefault(adapter, {})[name] = factors
-        by_rank: dict[int, dict[str, LowRankFactors]] = {}
+        by_rank: dict[int, dict[str, _Joined]] = {}
         for adapter, by_name in found.items():
-            joined = _joined(adapter, projection, by_name)
+            joined = _joined(adapter, projection, by_name, dtype, device)
             by_rank.setdefault(len(joined.down), {})[adapter] = joined
         if not by_rank:
             return None
         groups = [
             UpdateGroup(
                 tuple(members),
-                _down(
-                    [each.down.to(device, dtype) for each in members.values()], projection, ranks
-                ),
-                GroupedLinear([Linear(each.up.to(device, dtype)) for each in members.values()]),
+                _down([each.down for each in members.values()], projection, ranks),
+                tuple(each.ups for each in members.values()),
             )
             for members in by_rank.values()
         ]
         return LowRankUpdates(self.rows, groups)
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """One adapter's factors of a whole projection: A of all parts, and B by part."""
+
+    down: Tensor
+    ups: tuple[UpFactor, ...]
+
+
 def _joined(
-    adapter: str, projection: Projection, by_name: Mapping[str, LowRankFactors]
-) -> LowRankFactors:
-    """Return one adapter's factors of the whole projection."""
-    downs = [by_name[name].down for name in projection.parts if name in by_name]
-    rank = sum(map(len, downs))
-    blocks, start = [], 0
+    adapter: str,
+    projection: Projection,
+    by_name: Mapping[str, LowRankFactors],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Joined:
+    order = _order(projection)
+    downs = list[Tensor]()
+    ups = list[UpFactor]()
+    first_row = 0
     for name, rows in projection.parts.items():
-        parts = [Part.whole(rows)] if isinstance(rows, int) else rows
-        parts = [parts] if isinstance(parts, Part) else parts
-        block = torch.zeros(sum(map(len, parts)), rank)
+        intervals = _intervals(rows)
+        count = sum(map(len, intervals))
         factors = by_name.get(name)
         if factors is not None:
-            _check(adapter, projection, name, factors, parts[0].total)
-            own = torch.cat([factors.up[part.start : part.stop] for part in parts])
-            block[:, start : start + len(factors.down)] = own
-            start += len(factors.down)
-        blocks.append(block)
-    return LowRankFactors(torch.cat(downs), projection.arranged(*blocks))
+            _check(adapter, projection, name, factors, intervals[0].total)
+            own = torch.cat([factors.up[part.start : part.stop] for part in intervals])
+            first_term = sum(len(down) for down in downs)
+            places = np.flatnonzero((order >= first_row) & (order < first_row + count))
+            for outputs in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+                taken = own[torch.from_numpy(order[outputs] - first_row)]
+                matrix = taken.T.to(device, dtype).contiguous()
+                ups.append(UpFactor(matrix, first_term, int(outputs[0])))
+            downs.append(factors.down)
+        first_row += count
+    return _Joined(torch.cat(downs).to(device, dtype), tuple(ups))
+
+
+def _intervals(rows: OwnRows) -> Sequence[Part]:
+    if isinstance(rows, int):
+        return [Part.whole(rows)]
+    return [rows] if isinstance(rows, Part) else rows
+
+
+def _order(projection: Projection) -> NDArray[np.int64]:
+    """Return for each output of the product its row among the rows of all parts."""
+    counts = [sum(map(len, _intervals(rows))) for rows in projection.parts.values()]
+    numbers = torch.split(torch.arange(sum(counts))[:, None], counts)
+    return projection.arranged(*numbers)[:, 0].numpy()
 
 
 def _check(
@@ -131,12 +163,10 @@ def _check(
         )
 
 
-def _down(
-    matrices: Sequence[Tensor], projection: Projection, ranks: Ranks | None
-) -> Callable[[Tensor, Sequence[int]], Tensor]:
+def _down(matrices: Sequence[Tensor], projection: Projection, ranks: Ranks | None) -> Product:
     terms = projection.terms
     if terms is None or terms.is_whole or ranks is None:
-        return GroupedLinear([Linear(matrix) for matrix in matrices])
+        return GroupedLinear([Linear(matrix) for matrix in matrices]).multiply_runs
     layers = [
         SummedLinear(
             matrix[:, terms.start : terms.stop].contiguous(), None, ranks, num_terms=terms.total
@@ -146,7 +176,7 @@ def _down(
     return partial(_one_by_one, layers)
 
 
-def _one_by_one(layers: Sequence[SummedLinear], x: Tensor, counts: Sequence[int]) -> Tensor:
+def _one_by_one(layers: Sequence[SummedLinear], x: Tensor, runs: Runs) -> Tensor:
     """Multiply each run of rows by its own layer; all ranks have the same runs."""
-    runs = zip(layers, torch.split(x, list(counts)), strict=True)
-    return torch.cat([layer(run) for layer, run in runs if len(run)])
+    parts = zip(runs, torch.split(x, [count for _, count in runs]), strict=True)
+    return torch.cat([layers[place](part) for (place, _), part in parts if len(part)])

@@ -288,8 +288,14 @@ class GroupedLinear:
         """
         if self._group is not None:
             return self._group.multiply(x, counts)
-        parts = zip(self._layers, torch.split(x, list(counts)), strict=True)
-        results = [layer(part) for layer, part in parts if len(part)]
+        return self.multiply_runs(x, list(enumerate(counts)))
+
+    def multiply_runs(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """Return [T, out] for x [T, in]; each of `runs` is a layer and its number of rows."""
+        if self._group is not None:
+            return self._group.multiply_runs(x, runs)
+        parts = zip(runs, torch.split(x, [count for _, count in runs]), strict=True)
+        results = [self._layers[place](part) for (place, _), part in parts if len(part)]
         return torch.cat(results) if results else x.new_empty(0, self._out_features)
 
 

@@ -1,16 +1,17 @@
 """Low-rank updates of projections (LoRA): y + scale * B A x for rows of a batch with an adapter.
 
 Every adapter has its own A and B, and a batch mixes rows of many adapters with rows of none. The
-product W x is computed for all rows as if there were no adapters. Then each update is added to its
-rows: A x is rounded to the model's dtype, B (A x) as well, and their sum with W x once more. The
-bits of a row depend on its own values and its own adapter, and not on the other rows.
+product y = W x is computed for all rows as if there were no adapters. Then the updates are added to
+their rows. The bits of a row depend on its own values and its own adapter, and not on the other
+rows.
 
-    h = A x          [n, r]     one launch for all adapters of one shape
-    y = y + B h      [n, out]   another one; B has the scale already
+    h = A x          [n, r]     rounded to the model's dtype; one launch for adapters of one shape
+    y = y + B h      [n, out]   in place, rounded once; another one; B has the scale already
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch
+from engine.kernels.host.codegen.compiled import Team, has_kernels
+from engine.kernels.host.linear.low_rank import UpdateTable, UpFactor, add_update, update_table
 from runtime.errors import InternalError
 
-Product = Callable[[Tensor, Sequence[int]], Tensor]
+# Runs of rows, each with the place of its adapter and a number of rows.
+Runs = tuple[tuple[int, int], ...]
+Product = Callable[[Tensor, Runs], Tensor]
+_MAX_TABLES = 16  # of a projection
 
 
 @dataclass(frozen=True)
@@ -51,16 +57,16 @@ class FactorSource(Protocol):
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """Tokens ordered by adapter.
+    """Tokens of some adapters.
 
     Attributes:
         index: [n] int64.
-        counts: the number of tokens of each adapter; sums to n.
+        runs: for each run of tokens in `index` the place of its adapter and its length.
         covers_all: `index` is all tokens in their own order.
     """
 
     index: Tensor
-    counts: Sequence[int]
+    runs: Runs
     covers_all: bool
 
 
@@ -108,7 +114,11 @@ class AdapterRows:
         self._chosen.clear()
 
     def of(self, names: tuple[str, ...]) -> ChosenRows | None:
-        """Return the tokens of these adapters, in the order of `names`; None if there are none."""
+        """Return the tokens of these adapters; None if there are none.
+
+        If they are all tokens of the forward, they keep their order. Otherwise they are ordered by
+        adapter, as in `names`.
+        """
         if self._of_token is None:
             return None
         if names not in self._chosen:
@@ -116,24 +126,31 @@ class AdapterRows:
         return self._chosen[names]
 
     def _found(self, names: tuple[str, ...], of_token: NDArray[np.int64]) -> ChosenRows | None:
-        parts = [np.flatnonzero(of_token == self._ids[name]) for name in names]
-        index = np.concatenate(parts)
+        places = np.full(len(self._ids) + 1, -1)
+        places[[self._ids[name] for name in names]] = range(len(names))
+        found = places[of_token]
+        covers_all = bool(len(found) and found.min() >= 0)
+        index = np.arange(len(found)) if covers_all else np.argsort(found, kind="stable")
+        index = index[found[index] >= 0]
         if not len(index):
             return None
-        covers_all = len(index) == len(of_token) and bool((index[1:] > index[:-1]).all())
-        return ChosenRows(torch.from_numpy(index), [len(part) for part in parts], covers_all)
+        ordered = found[index]
+        starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
+        runs = tuple((int(ordered[start]), end - start) for start, end in pairwise(starts))
+        return ChosenRows(torch.from_numpy(index), runs, covers_all)
 
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """The updates of one projection by adapters whose factors have one shape.
+    """The updates of one projection by adapters whose A have one shape.
 
-    `down` and `up` multiply runs of rows, one run per adapter in the order of `names`.
+    `down` multiplies runs of rows by A; the place of an adapter is that in `names`. `ups` has the
+    parts of every adapter's B.
     """
 
     names: tuple[str, ...]
     down: Product
-    up: Product
+    ups: tuple[tuple[UpFactor, ...], ...]
 
 
 class LowRankUpdates:
@@ -142,6 +159,8 @@ class LowRankUpdates:
     def __init__(self, rows: AdapterRows, groups: Sequence[UpdateGroup]) -> None:
         self._rows = rows
         self._groups = groups
+        # By group and runs of rows: decode steps have the same ones many times in a row.
+        self._tables: dict[tuple[int, Runs], UpdateTable] = {}
 
     def touched(self, num_rows: int) -> bool:
         """Return whether the running forward updates any of `num_rows` rows.
@@ -171,14 +190,44 @@ class LowRankUpdates:
         """Add the updates to `y` [T, out], and return it. `x` is the projection's input [T, in]."""
         if not self.touched(len(x)):
             return y
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             chosen = self._rows.of(group.names)
             if chosen is None:
                 continue
-            inner = group.down(x if chosen.covers_all else x[chosen.index], chosen.counts)
-            update = group.up(inner, chosen.counts)
-            if chosen.covers_all:
-                y += update
+            h = group.down(x if chosen.covers_all else x[chosen.index], chosen.runs)
+            if y.device.type == "cpu" and y.dtype is h.dtype and has_kernels(h.dtype):
+                add_update(y, h, chosen.index, self._table(number, chosen.runs), Team())
             else:
-                y[chosen.index] += update
+                _add_plainly(y, h, chosen, group.ups)
         return y
+
+    def _table(self, number: int, runs: Runs) -> UpdateTable:
+        key = number, runs
+        if key not in self._tables:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            ups = self._groups[number].ups
+            self._tables[key] = update_table([(ups[place], count) for place, count in runs])
+        return self._tables[key]
+
+
+def _add_plainly(
+    y: Tensor, h: Tensor, chosen: ChosenRows, ups: Sequence[Sequence[UpFactor]]
+) -> None:
+    """Add the updates in the order of sums of the kernel, or on a device by its library."""
+    for (place, _), rows, part in zip(
+        chosen.runs,
+        torch.split(chosen.index.to(y.device), [count for _, count in chosen.runs]),
+        torch.split(h, [count for _, count in chosen.runs]),
+        strict=True,
+    ):
+        for matrix, first_term, first_output in ups[place]:
+            terms = part[:, first_term : first_term + len(matrix)]
+            if y.device.type == "cpu":
+                sums = torch.zeros(len(terms), matrix.shape[1])
+                for term in range(len(matrix)):
+                    sums += terms[:, term : term + 1].float() * matrix[term].float()
+            else:
+                sums = (terms @ matrix).float()
+            outputs = slice(first_output, first_output + matrix.shape[1])
+            y[rows, outputs] = (y[rows, outputs].float() + sums).to(y.dtype)

@@ -336,13 +336,9 @@ class WorkerPlacement:
 
     def _fitting(self, role: WorkerRole, request: PlacementRequest) -> Sequence[Worker]:
         holding = self._workers.holding(role, request.context_tokens)
-        if not request.compatibility:
+        if not request.compatibility and not request.prompt.adapter:
             return holding
-        return [
-            worker
-            for worker in holding
-            if may_pair(worker.snapshot.compatibility, request.compatibility)
-        ]
+        return [worker for worker in holding if request.fits(worker)]
 
 
 # All workers are looked at for every choice.

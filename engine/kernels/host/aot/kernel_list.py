@@ -11,7 +11,7 @@ from engine.kernels.host.attention.small_batch import CHANNELS, most_rows
 from engine.kernels.host.codegen import program
 from engine.kernels.host.codegen.amx import has_tiles
 from engine.kernels.host.codegen.compiled import STORED_AS, has_kernels
-from engine.kernels.host.linear import int8, packed_linear_kernel, packing
+from engine.kernels.host.linear import int8, low_rank, packed_linear_kernel, packing
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
 from engine.kernels.host.tokens import kv_writes, norm_rope, row_ops, sampling
 
@@ -72,6 +72,7 @@ def kernels() -> Iterator[Kernel]:
             gates.gates_for,
             gates.norm_for,
             gates.heads_for,
+            low_rank.update_for,
         ),
     ):
         yield Kernel(of_one_type, (dtype,))

@@ -218,6 +218,14 @@ class PackedGroup:
         The result is [M, N] in the weights' dtype. Each row has the bits of a product with its
         matrix alone.
         """
+        return self.multiply_runs(x, list(enumerate(counts)))
+
+    def multiply_runs(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """Multiply x [M, K] as `multiply` does; each of `runs` is a matrix and a number of rows.
+
+        A matrix may have several runs.
+        """
+        counts = [count for _, count in runs]
         first, num_rows = self._first, len(x)
         _, columns, terms = first.shape
         if x.dtype is not first.dtype or x.shape[1] != terms or sum(counts) != num_rows:
@@ -228,10 +236,9 @@ class PackedGroup:
         if not num_rows:
             return out
         table, start = array("q"), 0
-        for (address, scales), (up, scales_up), count in zip(
-            self._addresses, self._ups, counts, strict=True
-        ):
+        for matrix, count in runs:
             if count:
+                (address, scales), (up, scales_up) = self._addresses[matrix], self._ups[matrix]
                 table.extend((address, up, start, count, scales, scales_up))
                 start += count
         x, codes = _operand(x, first.segments, self._team)

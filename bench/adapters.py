@@ -1,0 +1,138 @@
+"""`python -m bench.adapters`: the cost of LoRA adapters on one worker.
+
+Steps of a random model of Qwen3-0.6B's shape, in one process, by turns: without adapters, with
+adapters that no row uses, with one adapter for all rows, and with an adapter of its own for every
+row. Adapters update all linear layers. Every ratio is the median over the rounds of the time
+divided by the time of the same work without adapters in the same round.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from bench.engine_sides import MODEL, VOCAB_SIZE, Ours
+from bench.report import OtherLoad, Value, render
+from engine.core.numerics import Numerics
+from models.adapters import read_adapters
+from models.loader import random_model
+from runtime.model_files.adapter_folders import CONFIG, WEIGHTS
+
+PAGE_SIZE = 64
+NUM_LAYERS, HIDDEN, INTERMEDIATE = 28, 1024, 3072
+# The outputs and inputs of the projections of a layer of `MODEL`.
+PROJECTIONS = {
+    "self_attn.q_proj": (2048, HIDDEN),
+    "self_attn.k_proj": (1024, HIDDEN),
+    "self_attn.v_proj": (1024, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, 2048),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+
+
+def write_random_adapter(folder: Path, *, rank: int, seed: int) -> None:
+    """Write an adapter of all linear layers of `MODEL`."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(NUM_LAYERS):
+        for name, (outputs, inputs) in PROJECTIONS.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                values = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+                tensors[f"{module}.lora_{factor}.weight"] = values.bfloat16()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+
+
+def measure(
+    folder: Path, *, rows: int, rounds: int, steps: int, context: int, prompt: int
+) -> dict[str, Value]:
+    """Return the ratios of decode steps of `rows` rows and of prompts of `prompt` tokens."""
+    adapters = read_adapters(folder)
+    names = [adapter.name for adapter in adapters]
+    size = max(prompt, context + 4 * (rounds + 1) * (steps + 1))
+    plain, adapted = (
+        Ours(
+            replace(random_model(MODEL), adapters=found),
+            numerics=Numerics.EXACT,
+            page_size=PAGE_SIZE,
+            max_tokens=size,
+            max_rows=rows,
+        )
+        for found in ((), adapters)
+    )
+    cases: dict[str, tuple[Ours, tuple[str, ...]]] = {
+        "plain": (plain, ()),
+        "unused": (adapted, ()),
+        "one": (adapted, (names[0],) * rows),
+        "mixed": (adapted, tuple(names[row % len(names)] for row in range(rows))),
+    }
+    prompts = torch.randint(
+        VOCAB_SIZE, (rows, max(prompt, context)), generator=torch.Generator().manual_seed(1)
+    )
+    times: dict[str, list[float]] = {}
+    for turn in range(rounds + 1):
+        for name, (side, chosen) in cases.items():
+            side.adapters = chosen
+            prefill_s, _ = side.prefill(prompts[:1, :prompt])
+            side.begin(prompts[:, :context])
+            decode_s = statistics.median(side.decode(steps))
+            if turn:
+                times.setdefault(f"prefill_{name}", []).append(prefill_s)
+                times.setdefault(f"decode_{name}", []).append(decode_s)
+    found: dict[str, Value] = {}
+    for part in ("prefill", "decode"):
+        base = times[f"{part}_plain"]
+        found[f"{part}_plain_ms"] = round(1000 * statistics.median(base), 1)
+        for name in ("unused", "one", "mixed"):
+            pairs = zip(times[f"{part}_{name}"], base, strict=True)
+            found[f"{part}_{name}"] = round(statistics.median(mine / its for mine, its in pairs), 3)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("threads", 2),
+        ("adapters", 8),
+        ("rank", 16),
+        ("rows", 8),
+        ("rounds", 5),
+        ("steps", 8),
+        ("context", 128),
+        ("prompt", 512),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags = parser.parse_args()
+    torch.set_num_threads(flags.threads)
+    load = OtherLoad()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(flags.adapters):
+            write_random_adapter(Path(folder) / f"a{seed}", rank=flags.rank, seed=seed)
+        values = measure(
+            Path(folder),
+            rows=flags.rows,
+            rounds=flags.rounds,
+            steps=flags.steps,
+            context=flags.context,
+            prompt=flags.prompt,
+        )
+    settings = {name: getattr(flags, name) for name in ("threads", "adapters", "rank", "rows")}
+    print(render("adapters", {**settings, **values, **load.figures()}, as_json=flags.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

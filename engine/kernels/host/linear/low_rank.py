@@ -1,0 +1,160 @@
+"""Addition of low-rank updates to the rows of a product on the host: y += B h, in place.
+
+Each row has factors of its own. An output is the sum over the terms of h in their order, with fused
+multiply-adds in fp32, then the sum with y, rounded once. Its bits depend on its row of h and of y
+and on its own factors, and on nothing else.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import carray, njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.host.codegen.compiled import (
+    DONE,
+    NEXT,
+    STORED_AS,
+    STRICT,
+    STRICT_PART,
+    Team,
+    compile_kernel,
+    count_up,
+    has_kernels,
+    launch_integers,
+    pointer_to,
+    record,
+    rounded,
+    take_seat,
+    wide,
+)
+from engine.kernels.host.codegen.functions import fma
+from engine.kernels.host.codegen.strided_loops import floats, integers, size_of
+from runtime.errors import InternalError
+
+_UPDATE = record("table", "h", "h_stride", "y", "y_stride", "index")
+_TILE_OUTPUTS = 1024  # of an item; their sums stay in the nearest cache
+_ITEM_ROWS = 64
+_FIELDS = 8
+
+
+class UpFactor(NamedTuple):
+    """One part of B for one interval of outputs.
+
+    Attributes:
+        matrix: [r, outputs], the transposed factor, dense, in the dtype of the product.
+        first_term: the first of the r terms of h that it multiplies.
+        first_output: the output of y to which its first column belongs.
+    """
+
+    matrix: Tensor
+    first_term: int
+    first_output: int
+
+
+class UpdateTable(NamedTuple):
+    """The items of an update.
+
+    `items` is [n, 8] int64, with addresses within the factors, which must outlive it.
+    """
+
+    items: NDArray[np.int64]
+
+
+def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> UpdateTable:
+    """Return the table for runs of rows; each has its factors and its number of rows."""
+    items = []
+    first_row = 0
+    for factors, num_rows in runs:
+        for matrix, first_term, first_output in factors:
+            rank, outputs = matrix.shape
+            for row in range(first_row, first_row + num_rows, _ITEM_ROWS):
+                rows = min(_ITEM_ROWS, first_row + num_rows - row)
+                items += [
+                    (
+                        matrix.data_ptr() + start * matrix.itemsize,
+                        outputs * matrix.itemsize,
+                        rank,
+                        first_term,
+                        first_output + start,
+                        min(_TILE_OUTPUTS, outputs - start),
+                        row,
+                        rows,
+                    )
+                    for start in range(0, outputs, _TILE_OUTPUTS)
+                ]
+        first_row += num_rows
+    return UpdateTable(np.array(items, np.int64).reshape(-1, _FIELDS))
+
+
+def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Team) -> None:
+    """Add to row index[i] of y the update of row i of h.
+
+    y is [T, out] and h [n, terms], dense within a row, of one dtype, bf16 or fp32. index is [n]
+    int64 without duplicates, dense. The table covers the n rows.
+
+    Raises:
+        InternalError: y or h has another form.
+    """
+    if y.dtype is not h.dtype or not has_kernels(y.dtype) or y.stride(1) != 1 or h.stride(1) != 1:
+        raise InternalError(f"an update of {y.dtype} {y.stride()} by {h.dtype} {h.stride()}")
+    launch_integers(
+        update_for(y.dtype),
+        len(table.items),
+        (
+            table.items.ctypes.data,
+            h.data_ptr(),
+            h.stride(0) * h.itemsize,
+            y.data_ptr(),
+            y.stride(0) * y.itemsize,
+            index.data_ptr(),
+        ),
+        team,
+        scratch_bytes=4 * _TILE_OUTPUTS,
+    )
+
+
+@cache
+def update_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _update_rows(pointer, stored)
+
+    return compile_kernel(work, _UPDATE, f"low_rank_update_{stored.__name__}", numbers=STRICT)
+
+
+@njit(**STRICT_PART)
+def _update_rows(pointer, stored):
+    """Run one thread: process items until none are left."""
+    a = carray(pointer, 1)[0]
+    size = size_of(stored)
+    sums = floats(take_seat(pointer))
+    index = integers(a.index)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        fields = integers(a.table + item * _FIELDS * 8)
+        for row in range(fields[6], fields[6] + fields[7]):
+            h = pointer_to(a.h + row * a.h_stride + fields[3] * size, stored)
+            y = pointer_to(a.y + index[row] * a.y_stride + fields[4] * size, stored)
+            _update_row(sums, fields[0], fields[1], fields[2], h, y, fields[5], stored)
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _update_row(sums, matrix, stride, rank, h, y, outputs, stored):
+    for place in range(outputs):
+        sums[place] = np.float32(0)
+    for term in range(rank):
+        factor = wide(h[term])
+        line = pointer_to(matrix + term * stride, stored)
+        for place in range(outputs):
+            sums[place] = fma(factor, wide(line[place]), sums[place])
+    for place in range(outputs):
+        y[place] = rounded(wide(y[place]) + sums[place], stored)
