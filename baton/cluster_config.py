@@ -15,6 +15,7 @@ from baton.memory_plan import leaves_room
 from baton.preflight import PROGRAMS, PoolShape, check_partition
 from runtime.config import Config, parse_address
 from runtime.errors import ConfigError
+from runtime.model_files.adapter_folders import adapter_folders
 from runtime.model_files.model_folder import check_model_folder
 from runtime.observe.log import LogStyle
 from runtime.process.host_memory import HostMemory, host_memory
@@ -49,6 +50,13 @@ MaxContext = Annotated[
         ge=16,
         description="Maximum tokens of prompt and output together; default: the model's limit, or "
         "as many as fit into memory.",
+    ),
+]
+Adapters = Annotated[
+    Path | None,
+    Field(
+        description="Directory of LoRA adapters in PEFT's format, one per subfolder; requests name "
+        "one as MODEL:ADAPTER."
     ),
 ]
 LogLevel = Annotated[str, Field(description="Minimum log level: debug, info, warning or error.")]
@@ -119,6 +127,7 @@ class ClusterSettings(Config):
     )
     memory_mb: MemoryMb = None
     max_context: MaxContext = None
+    adapters: Adapters = None
     model_name: str = Field(
         default="", description="Name of the model in the API; default: the folder's name."
     )
@@ -180,7 +189,11 @@ class ClusterConfig(ClusterSettings):
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
         """Return the pools of each kind that there is."""
-        given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
+        given = (
+            ("--memory-mb", self.memory_mb),
+            ("--max-context", self.max_context),
+            ("--adapters", self.adapters),
+        )
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)
         counts = self.counts
@@ -225,6 +238,19 @@ class ClusterConfig(ClusterSettings):
         ):
             return self
         return aggregated
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Return the names of the adapters, in order.
+
+        Raises:
+            ConfigError: the folder has none, or other things than adapters.
+        """
+        return (
+            ()
+            if self.adapters is None
+            else tuple(folder.name for folder in adapter_folders(self.adapters))
+        )
 
     @property
     def own_style(self) -> LogStyle:

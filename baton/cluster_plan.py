@@ -18,6 +18,7 @@ from baton.preflight import (
     check_port,
     check_tls,
     consecutive_ports,
+    free_ports,
     listen_address,
     metrics_ports,
     roles_of,
@@ -85,6 +86,19 @@ class ClusterPlan:
             if config.metrics_port
             else metrics_ports(tables, names)
         )
+        names_of_adapters = config.adapter_names if config.http else ()
+        # Chosen here, because a router must have the same ones after a restart.
+        self._adapter_listens = {
+            name: [
+                (adapter, str(Address("127.0.0.1", port)))
+                for adapter, port in zip(
+                    names_of_adapters,
+                    free_ports("127.0.0.1", len(names_of_adapters)),
+                    strict=True,
+                )
+            ]
+            for name in self.router_names
+        }
         roles = {name: role for role in PROGRAMS for name in self._names(role)}
         self._cores = core_places(
             roles | dict.fromkeys(self.router_names, "router"), _usable_cores(), config.cores
@@ -117,7 +131,12 @@ class ClusterPlan:
             for role in roles_of(pool.shape):
                 flags += [f"--{role}", f"file://{_announcement(folder, pool.name(0))}"]
         for name in self.router_names:
-            yield self._role_process(folder, name, "router", flags, leads=True)
+            own = [
+                flag
+                for adapter, address in self._adapter_listens[name]
+                for flag in ("--adapter-listen", f"{adapter}={address}")
+            ]
+            yield self._role_process(folder, name, "router", [*flags, *own], leads=True)
 
     def gateway(self, folder: Path, *, routers: Sequence[str]) -> ProcessSpec:
         """Return the gateway in front of routers at these addresses; it ends after them.
@@ -126,7 +145,10 @@ class ClusterPlan:
         """
         config = self._config
         level = "warning" if config.log_level == "info" else config.log_level
-        flags = [flag for address in routers for flag in ("--router", address)]
+        of_adapters = (
+            address for listens in self._adapter_listens.values() for _, address in listens
+        )
+        flags = [flag for address in (*routers, *of_adapters) for flag in ("--router", address)]
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(config.config_file)] if config.config_file else []
         flags += ["--log-style", config.log_style.value] if config.log_style is not None else []

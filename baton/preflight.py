@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,17 @@ def check_partition(shape: PoolShape, model: Path) -> None:
             f"{flag} sums to {sum(map(int, counts))}, the model has {counted(num_layers, 'layer')}",
             field="partition",
         )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return ports of a host that are free now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ExitStack() as probes:
+        opened = [
+            probes.enter_context(socket.create_server((host, 0), family=family))
+            for _ in range(count)
+        ]
+        return [int(probe.getsockname()[1]) for probe in opened]
 
 
 def check_port(address: Address, *, flag: str) -> None:

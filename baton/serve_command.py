@@ -8,6 +8,7 @@ from pydantic import Field
 
 from baton.client import DEFAULT_TARGET
 from baton.cluster_config import (
+    Adapters,
     Aggregated,
     ClusterLogStyle,
     DecodePp,
@@ -21,7 +22,6 @@ from baton.gateway import check_installed
 from baton.hub import download, is_hub_name
 from baton.up_command import (
     UpConfig,
-    WorkerAdapters,
     WorkerDevice,
     WorkerDraft,
     WorkerNumerics,
@@ -92,7 +92,7 @@ class ServeConfig(Config):
     weights: WorkerWeights = None
     device: WorkerDevice = None
     draft: WorkerDraft = None
-    adapters: WorkerAdapters = None
+    adapters: Adapters = None
     log_level: LogLevel = "info"
     log_style: ClusterLogStyle = None
 

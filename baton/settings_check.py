@@ -35,6 +35,7 @@ async def check_settings(config: ClusterConfig) -> None:
         config.config_file,
         config.memory_mb,
         config.max_context,
+        config.adapters,
     )
     if not any(own) and config.log_level == ClusterConfig.model_fields["log_level"].default:
         return

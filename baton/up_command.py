@@ -39,7 +39,6 @@ _OF_WORKERS = (
     "transport",
     "transport_interface",
     "draft",
-    "adapters",
     "otel_endpoint",
 )
 
@@ -62,13 +61,6 @@ WorkerDraft = Annotated[
         "speculative decoding in decode pools."
     ),
 ]
-WorkerAdapters = Annotated[
-    Path | None,
-    Field(
-        description="Directory of LoRA adapters in PEFT's format, one per subfolder; requests name "
-        "one as MODEL:ADAPTER."
-    ),
-]
 
 
 class UpConfig(ClusterSettings):
@@ -84,7 +76,6 @@ class UpConfig(ClusterSettings):
         default=None, description="Network devices that UCX listens on."
     )
     draft: WorkerDraft = None
-    adapters: WorkerAdapters = None
     otel_endpoint: str | None = Field(
         default=None, description="URL of an OTLP collector that receives traces."
     )

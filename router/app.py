@@ -7,6 +7,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -76,29 +77,46 @@ async def serve(
         ChannelSecurity(security.certificates),
     )
     names = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
+    rpc_metrics = RpcMetrics.create(registry)
     server = GrpcServer(
         _server_options(config),
         services=names,
-        metrics=RpcMetrics.create(registry),
+        metrics=rpc_metrics,
         security=security,
         background_methods=ENDLESS_METHODS,
         also_served=(ORCA_SERVICE,),
         tracing=tracing,
     )
+    of_adapters = {
+        adapter: GrpcServer(
+            replace(_server_options(config), listen=address, health_listen=None),
+            services=(),
+            metrics=rpc_metrics,
+            security=security,
+            background_methods=ENDLESS_METHODS,
+            also_served=(VLLM_SERVICE,),
+            tracing=tracing,
+        )
+        for adapter, address in config.adapter_addresses.items()
+    }
     request_log = None if config.request_log is None else RequestLog(config.request_log)
-    generation = _add_apis(server, config, model, services, security, request_log)
+    generation = _add_apis(server, config, model, services, security, request_log, of_adapters)
     pages = status_pages(partial(generation.cluster_status, for_operators=True), generation.problem)
     try:
         async with _listening(server, config, registry, incarnation, pages) as address:
             logger.info("router listens", extra={"address": address, "model": model.facts.name})
             readiness = Readiness(services, server.health, config.warm_up_s, names)
+            for each in of_adapters.values():
+                await each.start()
             on_start()
             async with background(
                 stop, services.directory.run(), services.admission.run(), readiness.run()
             ):
                 await stop.wait()
-                await server.drain(grace_s=config.drain_s)
+                servers = (server, *of_adapters.values())
+                await asyncio.gather(*(each.drain(grace_s=config.drain_s) for each in servers))
     finally:
+        await asyncio.gather(*(each.stop() for each in of_adapters.values()))
         if model.grammars is not None:
             await asyncio.to_thread(model.grammars.close)
         await asyncio.to_thread(tracing.close)
@@ -236,6 +254,7 @@ def _add_apis(
     services: Services,
     security: ServerSecurity,
     request_log: RequestLog | None,
+    of_adapters: Mapping[str, GrpcServer],
 ) -> GenerationService:
     """Register every service that clients call; return the one of the public API."""
     limits = RequestLimits(
@@ -253,7 +272,14 @@ def _add_apis(
         OpenRcaService(generation.load, generation.counts), server.grpc
     )
     if config.vllm_engine:
-        _add_vllm_engine(server, generation, config.model, model, services.directory.caches.prefill)
+        _add_vllm_engine(
+            server,
+            generation,
+            config.model,
+            model,
+            services.directory.caches.prefill,
+            of_adapters,
+        )
     return generation
 
 
@@ -284,8 +310,9 @@ def _add_vllm_engine(
     model_dir: Path,
     model: ServedModel,
     index: PrefixIndex,
+    of_adapters: Mapping[str, GrpcServer],
 ) -> None:
-    """Register vLLM's engine service.
+    """Register vLLM's engine service, and that of each adapter with its own server.
 
     Raises:
         ConfigError: its stubs are not installed.
@@ -310,3 +337,7 @@ def _add_vllm_engine(
         )
     service = VllmEngineService(generation, model_dir, tokenizer, events)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server.grpc)
+    for adapter, its_server in of_adapters.items():
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+            service.with_adapter(adapter), its_server.grpc
+        )

@@ -10,7 +10,8 @@ from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
 from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
-from runtime.config import MAX_WAIT_S, AddressField
+from runtime.config import MAX_WAIT_S, AddressField, parse_address
+from runtime.errors import ConfigError
 from runtime.observe.log import LogStyle
 from runtime.observe.tracing_setup import check_endpoint
 from runtime.security.access import ClientCertificates, TlsConfig
@@ -219,6 +220,11 @@ class RouterConfig(TlsConfig):
         default=False,
         description="Serve vllm.grpc.engine.VllmEngine, too, for gateways that speak it.",
     )
+    adapter_listen: tuple[str, ...] = Field(
+        default=(),
+        description="NAME=HOST:PORT: a further address of vllm.grpc.engine.VllmEngine, of which the "
+        "model is this one with the adapter NAME; needs --vllm-engine; repeatable.",
+    )
     user_control_tokens: UserControlTokens = Field(
         default=UserControlTokens.TOKENS,
         description="Whether control tokens such as <|im_end|> in the texts of a chat are read "
@@ -236,5 +242,26 @@ class RouterConfig(TlsConfig):
         Raises:
             ConfigError: the settings do not fit together.
         """
+        _ = self.adapter_addresses
         check_endpoint(self.otel_endpoint)
         Holdback.parse(self.holdback)
+
+    @property
+    def adapter_addresses(self) -> dict[str, str]:
+        """Return the address of each adapter that has one.
+
+        Raises:
+            ConfigError: an entry has another form or repeats a name, or there is no engine service.
+        """
+        found: dict[str, str] = {}
+        for entry in self.adapter_listen:
+            name, equals, address = entry.partition("=")
+            if not name or not equals or name in found:
+                raise ConfigError(
+                    f"adapter_listen must be NAME=HOST:PORT, once per adapter, got {entry!r}",
+                    field="adapter_listen",
+                )
+            found[name] = str(parse_address(address, field="adapter_listen"))
+        if found and not self.vllm_engine:
+            raise ConfigError("adapter_listen needs vllm_engine", field="adapter_listen")
+        return found

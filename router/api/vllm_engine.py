@@ -43,8 +43,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         model_dir: Path,
         tokenizer: GatewayTokenizer | None,
         events: CacheEvents,
+        adapter: str = "",
     ) -> None:
-        """`tokenizer` is served to gateways; None for a model without one."""
+        """`tokenizer` is served to gateways; None for a model without one.
+
+        Every request has the adapter, if there is one, and the model's name names it.
+        """
+        self._adapter = adapter
         self._generation = generation
         self._tokenizer = tokenizer
         self._carrier = None if tokenizer is None else tokenizer.carrier
@@ -55,12 +60,19 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._zipping = asyncio.Lock()
         self._zipped: tuple[bytes, str] | None = None
 
+    def with_adapter(self, adapter: str) -> "VllmEngineService":
+        """Return the service for an adapter, in front of the same requests."""
+        return VllmEngineService(
+            self._generation, self._model_dir, self._tokenizer, self._events, adapter
+        )
+
     async def Generate(
         self, request: vllm.GenerateRequest, context: Context
     ) -> AsyncIterator[vllm.GenerateResponse]:
         self._last_received_s = time.time()
         try:
             wanted = request_from_vllm(request, await self._carried(request))
+            wanted.model = self._adapter and f":{self._adapter}"
             answer = VllmAnswer(request, None if self._carrier is None else self._carrier.bytes_of)
             async with contextlib.aclosing(self._generation.Generate(wanted, context)) as responses:
                 async for response in responses:
@@ -86,6 +98,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self, request: vllm.HealthCheckRequest, context: Context
     ) -> vllm.HealthCheckResponse:
         problem = self._generation.problem()
+        if not problem and self._adapter:
+            info = await self._generation.GetModelInfo(pb.GetModelInfoRequest(), context)
+            if self._adapter not in info.adapters:
+                problem = f"no worker has the adapter {self._adapter}"
         return vllm.HealthCheckResponse(healthy=not problem, message=problem or "serving")
 
     async def GetModelInfo(
@@ -102,7 +118,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             # whether it is too long.
             max_context_length=info.max_context_tokens if self._carrier is None else 0,
             vocab_size=info.vocab_size,
-            served_model_name=info.model,
+            served_model_name=f"{info.model}:{self._adapter}" if self._adapter else info.model,
             tokenizer_path="" if self._tokenizer is None else self._tokenizer.folder,
             model_type=config.get("model_type", ""),
             architectures=[info.architecture],
