@@ -3,9 +3,10 @@
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from smg_grpc_proto.generated import common_pb2
@@ -18,9 +19,10 @@ from router.api.kv_events import CacheEvents
 from router.api.vllm_engine import VllmEngineService
 from router.api.vllm_tokenizer import NOWHERE, GatewayTokenizer, gateway_tokenizer
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
+from router.config import RouterConfig
 from router.text.carrier import CHAT_KEY
 from router.text.model_facts import load_served_model
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from tests.router.harness import EOS, FACTS, running_router, served_model, write_model_dir
 
 
@@ -105,6 +107,76 @@ async def test_gateways_see_the_models_sampling_and_end_tokens(
         told = await service.GetModelInfo(vllm.GetModelInfoRequest(), nothing)
     assert told.default_sampling_params_json == expected
     assert list(told.eos_token_ids) == [EOS]
+
+
+class AskedService:
+    """A generation service that keeps what it was asked for, with these adapters."""
+
+    def __init__(self) -> None:
+        self.adapters: list[str] = []
+        self.models: list[str] = []
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: object
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        self.models.append(request.model)
+        yield pb.GenerateResponse(finish=pb.GenerateFinish(reason=types_pb2.FINISH_REASON_LENGTH))
+
+    async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(model="tiny", adapters=self.adapters)
+
+    def problem(self) -> str:
+        return ""
+
+    default_sampling: Mapping[str, float] = {}
+
+
+async def test_an_adapter_has_a_service_of_its_own(tmp_path: Path) -> None:
+    """It names the adapter and asks for it, and is unhealthy while no worker has it."""
+    generation, nothing = AskedService(), cast("Any", None)
+    folder = write_model_dir(tmp_path)
+    base = VllmEngineService(cast("Any", generation), folder, None, CacheEvents(lambda name: False))
+    service = base.with_adapter("a")
+    for each, model, name in ((base, "", "tiny"), (service, ":a", "tiny:a")):
+        told = await each.GetModelInfo(vllm.GetModelInfoRequest(), nothing)
+        assert told.served_model_name == name
+        given = vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[1, 2, 3]))
+        assert [part async for part in each.Generate(given, nothing)]
+        assert generation.models[-1] == model
+    health = [
+        await each.HealthCheck(vllm.HealthCheckRequest(), nothing) for each in (base, service)
+    ]
+    assert [(each.healthy, each.message) for each in health] == [
+        (True, "serving"),
+        (False, "no worker has the adapter a"),
+    ]
+    generation.adapters.append("a")
+    assert (await service.HealthCheck(vllm.HealthCheckRequest(), nothing)).healthy
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("a",), "must be NAME=HOST:PORT, once per adapter, got 'a'"),
+        (("=127.0.0.1:1",), "must be NAME=HOST:PORT"),
+        (("a=127.0.0.1:1", "a=127.0.0.1:2"), "got 'a=127.0.0.1:2'"),
+        (("a=1",), "adapter_listen must be HOST:PORT, got '1'"),
+        (("a=127.0.0.1:0",), "needs vllm_engine"),
+    ],
+)
+def test_addresses_of_adapters_are_checked(
+    given: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    config = RouterConfig(
+        model=write_model_dir(tmp_path),
+        prefill=("127.0.0.1:1",),
+        decode=("127.0.0.1:2",),
+        adapter_listen=given,
+        vllm_engine=says != "needs vllm_engine",
+    )
+    with pytest.raises(ConfigError, match=says) as caught:
+        config.check()
+    assert caught.value.field == "adapter_listen"
 
 
 def test_a_tokenizer_that_cannot_carry_texts_is_served_as_its_files(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Adapters in whole clusters of processes: as models of the HTTP API, and while a worker dies."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import torch
+
+from baton.cluster_config import demo_model
+from baton.values import ChatMessage, Query, Sampling, Stop
+from tests.cluster.test_death import survive
+from tests.support.cluster.clusters import running_cluster
+from tests.support.cluster.questions import make_questions, on_the_wire
+from tests.support.cluster.reference import Reference
+from tests.support.models.adapters import write_adapter
+from tests.support.models.checkpoints import make_checkpoint
+
+QUESTION = "Count from 3 by 2."
+
+
+async def test_adapters_are_models_over_http(tmp_path: Path) -> None:
+    """The gateway asks for the adapter: its answers are those of gRPC, with any number of
+    routers."""
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, demo_model(), seed=seed, lora_alpha=60)
+    models = ["model", "model:one", "model:two"]
+    async with running_cluster(
+        demo_model(), aggregated=True, routers=2, adapters=tmp_path, http="127.0.0.1:0"
+    ) as running:
+        expected = [
+            await running.client.complete(
+                Query(
+                    (ChatMessage("user", QUESTION),),
+                    Sampling(temperature=0),
+                    Stop(max_tokens=8),
+                    model=model,
+                ),
+                timeout_s=60,
+            )
+            for model in models
+        ]
+        assert len({answer.text for answer in expected}) == len(models)
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{running.cluster.http_address}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=60,
+        ) as client:
+            assert sorted([model.id async for model in client.models.list()]) == models
+            for model, answer in zip(models, expected, strict=True):
+                for _ in range(3):  # more than there are routers
+                    got = await client.chat.completions.create(
+                        model=model,
+                        messages=[{"role": "user", "content": QUESTION}],
+                        temperature=0,
+                        max_tokens=8,
+                    )
+                    assert got.choices[0].message.content == answer.text
+                    assert got.model == model
+        await running.until_clean()
+
+
+async def test_a_killed_stage_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    names = ("one", "", "two")
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / "adapters" / name, model, seed=seed)
+    questions = [
+        replace(question, adapter=names[place % len(names)])
+        for place, question in enumerate(make_questions(9, seed=11, max_prompt=250, max_tokens=100))
+    ]
+    reference = Reference(model, adapters=tmp_path / "adapters")
+    expected = on_the_wire(reference.answers(questions))
+    async with running_cluster(model, decode_pp=2, adapters=tmp_path / "adapters") as running:
+        await survive(running, "decode-0.1", questions, expected, after_s=0.5)
