@@ -122,7 +122,8 @@ class DecoderLayer:
         if wanted is not None:
             hidden = hidden[wanted]
             mixed = mixed[wanted]
-            self._adapter_rows.keep(wanted)
+            if stage_pass.batch.adapters:
+                self._adapter_rows.keep(wanted)
         return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
@@ -224,7 +225,19 @@ class DecoderStage:
             InternalError: the first stage got no token ids, a later one got no hidden states, or a
                 stage whose first layer shares a selection got no selected keys.
         """
-        self._adapter_rows.start(batch)
+        if not batch.adapters:
+            return self._forward(batch, hidden, context, aux_hidden, selected_keys)
+        with self._adapter_rows.of_batch(batch):
+            return self._forward(batch, hidden, context, aux_hidden, selected_keys)
+
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor | None,
+        context: ForwardContext,
+        aux_hidden: Mapping[int, Tensor] | None,
+        selected_keys: Tensor | None,
+    ) -> StageOutput:
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
         stage_pass = StagePass(
@@ -246,7 +259,7 @@ class DecoderStage:
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
-        if cut_layer is None:
+        if cut_layer is None and batch.adapters:
             self._adapter_rows.keep(wanted)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
         return StageOutput(

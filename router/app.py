@@ -39,6 +39,7 @@ from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.tokenizer_files import cache_folder, make_tokenizer
 from runtime.observe.exposition import Exposition, Page, new_registry
 from runtime.observe.metrics import ClientMetrics, RouterMetrics, RpcMetrics
+from runtime.observe.tracing import Tracing
 from runtime.observe.tracing_setup import open_tracing
 from runtime.process.announce import Announcement, write_announcement
 from runtime.process.supervision import StopSignal, background
@@ -87,18 +88,7 @@ async def serve(
         also_served=(ORCA_SERVICE,),
         tracing=tracing,
     )
-    of_adapters = {
-        adapter: GrpcServer(
-            replace(_server_options(config), listen=address, health_listen=None),
-            services=(),
-            metrics=rpc_metrics,
-            security=security,
-            background_methods=ENDLESS_METHODS,
-            also_served=(VLLM_SERVICE,),
-            tracing=tracing,
-        )
-        for adapter, address in config.adapter_addresses.items()
-    }
+    of_adapters = _adapter_servers(config, rpc_metrics, security, tracing)
     request_log = None if config.request_log is None else RequestLog(config.request_log)
     generation = _add_apis(server, config, model, services, security, request_log, of_adapters)
     pages = status_pages(partial(generation.cluster_status, for_operators=True), generation.problem)
@@ -122,6 +112,24 @@ async def serve(
         await asyncio.to_thread(tracing.close)
         if request_log is not None:
             await asyncio.to_thread(request_log.close)
+
+
+def _adapter_servers(
+    config: RouterConfig, metrics: RpcMetrics, security: ServerSecurity, tracing: Tracing
+) -> dict[str, GrpcServer]:
+    """Return a server for each adapter that has an address, by name."""
+    return {
+        adapter: GrpcServer(
+            replace(_server_options(config), listen=address, health_listen=None),
+            services=(),
+            metrics=metrics,
+            security=security,
+            background_methods=ENDLESS_METHODS,
+            also_served=(VLLM_SERVICE,),
+            tracing=tracing,
+        )
+        for adapter, address in config.adapter_addresses.items()
+    }
 
 
 def _server_security(config: RouterConfig) -> ServerSecurity:

@@ -24,9 +24,21 @@ from models.blocks.low_rank import (
 )
 from runtime.errors import ConfigError
 
-# The rows of a projection that this rank has: their number, or intervals of them.
-OwnRows = int | Part | Sequence[Part]
+# All rows of a matrix by number, one interval, or several intervals one after another.
+Rows = int | Part | Sequence[Part]
 Arranged = Callable[..., Tensor]
+
+
+def intervals(rows: Rows) -> Sequence[Part]:
+    """Return the intervals of rows."""
+    if isinstance(rows, int):
+        return [Part.whole(rows)]
+    return [rows] if isinstance(rows, Part) else rows
+
+
+def num_rows(rows: Rows) -> int:
+    """Return the number of rows."""
+    return sum(map(len, intervals(rows)))
 
 
 def stacked(*matrices: Tensor) -> Tensor:
@@ -47,7 +59,7 @@ class Projection:
     """
 
     prefix: str
-    parts: Mapping[str, OwnRows]
+    parts: Mapping[str, Rows]
     in_features: int
     terms: Part | None = None
     arranged: Arranged = stacked
@@ -83,7 +95,7 @@ class StageAdapters:
         for name in projection.parts:
             for adapter, factors in self._source.factors(projection.prefix + name).items():
                 found.setdefault(adapter, {})[name] = factors
-        by_rank: dict[int, dict[str, _Joined]] = {}
+        by_rank: dict[int, dict[str, _AdapterFactors]] = {}
         for adapter, by_name in found.items():
             joined = _joined(adapter, projection, by_name, dtype, device)
             by_rank.setdefault(len(joined.down), {})[adapter] = joined
@@ -101,7 +113,7 @@ class StageAdapters:
 
 
 @dataclass(frozen=True)
-class _Joined:
+class _AdapterFactors:
     """One adapter's factors of a whole projection: A of all parts, and B by part."""
 
     down: Tensor
@@ -114,18 +126,18 @@ def _joined(
     by_name: Mapping[str, LowRankFactors],
     dtype: torch.dtype,
     device: torch.device,
-) -> _Joined:
+) -> _AdapterFactors:
     order = _order(projection)
     downs = list[Tensor]()
     ups = list[UpFactor]()
     first_row = 0
     for name, rows in projection.parts.items():
-        intervals = _intervals(rows)
-        count = sum(map(len, intervals))
+        parts = intervals(rows)
+        count = num_rows(rows)
         factors = by_name.get(name)
         if factors is not None:
-            _check(adapter, projection, name, factors, intervals[0].total)
-            own = torch.cat([factors.up[part.start : part.stop] for part in intervals])
+            _check(adapter, projection, name, factors, parts[0].total)
+            own = torch.cat([factors.up[part.start : part.stop] for part in parts])
             first_term = sum(len(down) for down in downs)
             places = np.flatnonzero((order >= first_row) & (order < first_row + count))
             for outputs in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
@@ -134,18 +146,12 @@ def _joined(
                 ups.append(UpFactor(matrix, first_term, int(outputs[0])))
             downs.append(factors.down)
         first_row += count
-    return _Joined(torch.cat(downs).to(device, dtype), tuple(ups))
-
-
-def _intervals(rows: OwnRows) -> Sequence[Part]:
-    if isinstance(rows, int):
-        return [Part.whole(rows)]
-    return [rows] if isinstance(rows, Part) else rows
+    return _AdapterFactors(torch.cat(downs).to(device, dtype), tuple(ups))
 
 
 def _order(projection: Projection) -> NDArray[np.int64]:
     """Return for each output of the product its row among the rows of all parts."""
-    counts = [sum(map(len, _intervals(rows))) for rows in projection.parts.values()]
+    counts = [num_rows(rows) for rows in projection.parts.values()]
     numbers = torch.split(torch.arange(sum(counts))[:, None], counts)
     return projection.arranged(*numbers)[:, 0].numpy()
 

@@ -9,7 +9,8 @@ rows.
     y = y + B h      [n, out]   in place, rounded once; another one; B has the scale already
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -73,8 +74,7 @@ class ChosenRows:
 class AdapterRows:
     """The adapter of each token of the forward that runs now.
 
-    A stage has one, which its projections share. `start` begins a forward. Belongs to the thread
-    that runs the stage.
+    A stage has one, which its projections share. Belongs to the thread that runs the stage.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -88,21 +88,23 @@ class AdapterRows:
         """Return the number of tokens that projections get now; 0 if none has an adapter."""
         return 0 if self._of_token is None else len(self._of_token)
 
-    def start(self, batch: ForwardBatch) -> None:
-        """Begin a forward of `batch`.
+    @contextmanager
+    def of_batch(self, batch: ForwardBatch) -> Iterator[None]:
+        """Have the rows of `batch` for the length of the block.
 
         Raises:
             InternalError: a row names an adapter that this stage does not have.
         """
-        self._chosen.clear()
-        self._of_token = None
-        if not batch.adapters:
-            return
         unknown = sorted({name for name in batch.adapters if name} - self._ids.keys())
         if unknown:
             raise InternalError(f"this stage has no adapters {unknown}")
         ids = [self._ids.get(name, 0) for name in batch.adapters]
         self._of_token = np.repeat(np.array(ids, np.int64), batch.query_lens)
+        try:
+            yield
+        finally:
+            self._chosen.clear()
+            self._of_token = None
 
     def keep(self, wanted: Tensor | slice | None) -> None:
         """Reduce the tokens to those that the rest of the forward computes; None keeps all."""

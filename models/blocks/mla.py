@@ -17,13 +17,14 @@ from torch import Tensor
 from engine.contracts.latent import LatentGeometry
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
+from models.blocks.adapted import Rows, num_rows
 from models.blocks.config import RawConfig
 from models.blocks.indexer import Indexer, IndexerSpec
 from models.blocks.linear import HeadwiseLinear, Linear
 from models.blocks.norm import NormSpec, RmsNorm
 from models.blocks.rotary import RopeSpec
 from models.blocks.spec import Mixer, StagePass
-from models.blocks.weights import Rows, Weights, num_rows
+from models.blocks.weights import Weights
 from runtime.errors import InternalError
 
 _LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, independent of rms_norm_eps

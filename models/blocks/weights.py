@@ -15,20 +15,18 @@ from torch import Tensor
 from engine.contracts.model import Ranks
 from engine.core.layer_range import Part
 from engine.core.numerics import HOST, Numerics
-from models.blocks.adapted import Arranged, OwnRows, Projection, StageAdapters, stacked
+from models.blocks.adapted import (
+    Arranged,
+    Projection,
+    Rows,
+    StageAdapters,
+    intervals,
+    num_rows,
+    stacked,
+)
 from models.blocks.linear import Activation, GatedLinear, Linear, SummedLinear, is_packed
 from models.blocks.low_rank import LowRankUpdates
 from runtime.errors import InternalError
-
-# All rows by number, one interval, or several intervals one after another.
-Rows = OwnRows
-
-
-def num_rows(rows: Rows) -> int:
-    """Return the number of rows."""
-    if isinstance(rows, int):
-        return rows
-    return len(rows) if isinstance(rows, Part) else sum(map(len, rows))
 
 
 class WeightSource(Protocol):
@@ -256,13 +254,7 @@ class Weights:
         Projections in eight bits keep the stored codes of these rows. A scale of 0 means that the
         row is coded again.
         """
-        parts = (
-            [Part.whole(rows)]
-            if isinstance(rows, int)
-            else [rows]
-            if isinstance(rows, Part)
-            else rows
-        )
+        parts = intervals(rows)
         found = (
             self._source.row_scales(self._prefix + name, item=None if item is None else item[0])
             if self.in_bytes and self.device == HOST

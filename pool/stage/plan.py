@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
@@ -77,8 +78,9 @@ class StagePlan:
     def has_draft_model(self) -> bool:
         return isinstance(self.speculation, DraftModelPlan)
 
-    @property
+    @cached_property
     def adapter_names(self) -> tuple[str, ...]:
+        """Return the names of the adapters that requests may have."""
         return tuple(adapter.name for adapter in self.description.adapters)
 
     @property

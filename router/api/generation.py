@@ -247,12 +247,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return generation_pb2.FlushCachesResponse(workers=flushed)
 
     def _facts(self) -> ModelLimits:
-        directory = self._services.directory
-        return replace(
-            self._model.facts,
-            max_context_tokens=directory.max_context_tokens,
-            adapters=directory.adapters,
-        )
+        return self._services.directory.facts
 
     def _register(
         self,

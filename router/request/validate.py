@@ -21,7 +21,6 @@ from runtime.errors import (
     FieldViolation,
     InvalidRequestError,
     UnavailableError,
-    UnknownModelError,
 )
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
@@ -109,10 +108,6 @@ async def admissible(
             differently.
     """
     adapter = facts.adapter_of(request.model)
-    if adapter is None:
-        raise UnknownModelError(
-            FieldViolation("model", f"{_shown(request.model)} is not served, {facts.served} is")
-        )
     violations = [
         *_identity(request, most_urgent),
         *_prompt(request, facts, text_tokenizer),

@@ -7,6 +7,7 @@ from pathlib import Path
 from protos import worker_pb2
 from router.text.control_tokens import UserControlTokens
 from router.text.tokenizer import TextTokenizer, load_text_tokenizer
+from runtime.errors import FieldViolation, UnknownModelError
 from runtime.grammar import Grammars, load_grammars
 from runtime.model_files.config import read_config, read_facts
 from runtime.model_files.end_tokens import read_end_tokens
@@ -14,6 +15,9 @@ from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.sampling import SamplingDefaults, read_sampling_defaults
 from runtime.model_files.tokenizer_files import tokenizer_digest
 from runtime.version import WIRE_VERSION
+
+MAX_SHOWN_NAME = 64
+MAX_LISTED_ADAPTERS = 8
 
 
 @dataclass(frozen=True)
@@ -34,25 +38,30 @@ class ModelLimits:
     aliases: tuple[str, ...] = ()  # other names that requests may have
     adapters: tuple[str, ...] = ()  # that the workers have
 
-    @property
-    def served(self) -> str:
-        """Return the name of the model and, if there are any, of its first adapters."""
-        if not self.adapters:
-            return repr(self.name)
-        more = f" and {len(self.adapters) - 8} more" if len(self.adapters) > 8 else ""
-        return f"{self.name!r}, also with the adapters {', '.join(self.adapters[:8])}{more},"
-
-    def adapter_of(self, name: str) -> str | None:
+    def adapter_of(self, name: str) -> str:
         """Return the adapter that a request with this model name wants, or "" for none.
 
-        Return None if the name is not served. The names are "" and those of the model, each of
-        them with ":" and the name of an adapter, and the name of an adapter alone.
+        The names are "" and those of the model, each of them with ":" and the name of an adapter,
+        and the name of an adapter alone.
+
+        Raises:
+            UnknownModelError: the name is not served.
         """
         names = ("", self.name, *self.aliases)
         if name in names:
             return ""
         base, _, adapter = name.rpartition(":")
-        return adapter if base in names and adapter in self.adapters else None
+        if base in names and adapter in self.adapters:
+            return adapter
+        first = ", ".join(self.adapters[:MAX_LISTED_ADAPTERS])
+        more = len(self.adapters) - MAX_LISTED_ADAPTERS
+        also = f", also with the adapters {first}{f' and {more} more' if more > 0 else ''},"
+        shown = repr(name) if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]!r}..."
+        raise UnknownModelError(
+            FieldViolation(
+                "model", f"{shown} is not served, {self.name!r}{also if first else ''} is"
+            )
+        )
 
     def mismatch(self, info: worker_pb2.WorkerInfo, role: str) -> str:
         """Return why a worker must not serve this model in this role; empty if it may."""

@@ -8,7 +8,7 @@ describes the router's model. `WorkerPlacement` chooses among them; `CacheView` 
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -81,7 +81,7 @@ class Directory:
         self._pairing_changed = asyncio.Event()
         self._infos: dict[tuple[WorkerRole, str], object] = {}  # latest info of each worker
         # (version of the set, tokens); None after a worker reported a new info.
-        self._longest: tuple[int, int] | None = None
+        self._present: tuple[int, ModelLimits] | None = None  # limits, by version
         self._pairless_since_s: float | None = self._clock.now()
         sources = {
             role: [
@@ -158,21 +158,25 @@ class Directory:
             await self._pairing_changed.wait()
 
     @property
-    def max_context_tokens(self) -> int:
-        """Return the capacity of the largest pair seen so far, in tokens of prompt plus completion.
+    def facts(self) -> ModelLimits:
+        """Return the model's limits on these workers, those away now included.
 
-        A pair that is away now may come back. Smaller workers get only requests that they can hold.
+        The context is that of the largest pair seen so far: smaller workers get only requests that
+        they can hold. The adapters are those of all workers.
         """
         version = self._worker_set.version
-        if self._longest is None or self._longest[0] != version:
-            self._longest = version, self._largest_pair()
-        return self._longest[1]
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Return the names of the adapters of all workers, in order, those away now included."""
-        infos = (worker.info for worker in self.workers)
-        return tuple(sorted({name for info in infos if info is not None for name in info.adapters}))
+        if self._present is None or self._present[0] != version:
+            infos = (worker.info for worker in self.workers)
+            adapters = {name for info in infos if info is not None for name in info.adapters}
+            self._present = (
+                version,
+                replace(
+                    self._facts,
+                    max_context_tokens=self._largest_pair(),
+                    adapters=tuple(sorted(adapters)),
+                ),
+            )
+        return self._present[1]
 
     def _largest_pair(self) -> int:
         # By role, then compatibility.
@@ -245,7 +249,7 @@ class Directory:
         key = worker.role, worker.address
         if self._infos.get(key) is not worker.info:
             self._infos[key] = worker.info
-            self._longest = None
+            self._present = None
         self._wake()
 
     def _wake(self) -> None:

@@ -8,7 +8,7 @@ router a full pool therefore gets no request to refuse; with several it may.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -244,11 +244,6 @@ class Worker:
     @property
     def compatibility(self) -> str:
         return self.info.compatibility if self.info is not None else ""
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """Return the names of its adapters."""
-        return self.info.adapters if self.info is not None else ()
 
     @property
     def max_context_tokens(self) -> int | None:

@@ -55,6 +55,7 @@ def build(
         sampling=tuple(SamplingRow(SamplingParams(seed=row), position=row) for row in rows),
         scoring=tuple(ScoringRow((row,), num_top=row) for row in rows),
         states=tuple(StateRow(row + 1, (StateSnapshot(10 * row + 1, row + 2),)) for row in rows),
+        adapters=tuple(f"adapter {row}" for row in rows),
         spec_info=CarriedKeys(),
         graph_bucket=GraphBucket(mode, len(lens)),
     )

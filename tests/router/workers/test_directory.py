@@ -279,16 +279,18 @@ async def test_a_rejected_worker_limits_no_request() -> None:
     known = Known(num_decode=2)
     serves(known.prefill)
     serves(known.decode[0])
-    assert known.directory.max_context_tokens == 160
+    assert known.directory.facts.max_context_tokens == 160
     serves(known.decode[1], vocab_size=7, max_context_tokens=8)
     assert "vocab_size" in known.decode[1].problem
-    assert known.directory.max_context_tokens == 160
+    assert known.directory.facts.max_context_tokens == 160
     known.decode[1].lost("cannot be reached")
-    assert known.directory.max_context_tokens == 160, "what it said of itself still stands"
+    assert known.directory.facts.max_context_tokens == 160, "what it said of itself still stands"
     serves(known.decode[1], incarnation="b", max_context_tokens=8)
-    assert known.directory.max_context_tokens == 160, "the largest pair says what can be served"
+    assert known.directory.facts.max_context_tokens == 160, (
+        "the largest pair says what can be served"
+    )
     known.decode[0].lost("cannot be reached")
-    assert known.directory.max_context_tokens == 160, "which may be back in a moment"
+    assert known.directory.facts.max_context_tokens == 160, "which may be back in a moment"
 
 
 async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
@@ -343,7 +345,7 @@ async def test_the_largest_pair_counts_and_not_the_largest_workers() -> None:
     serves(known.prefill, compatibility="m")
     serves(known.decode[0], compatibility="m", max_context_tokens=64)
     serves(known.decode[1], compatibility="other")
-    assert known.directory.max_context_tokens == 64
+    assert known.directory.facts.max_context_tokens == 64
 
 
 @pytest.mark.parametrize(
@@ -544,7 +546,7 @@ async def test_the_limit_of_a_request_takes_one_look_at_each_worker(
     for worker in known.directory.workers:
         serves(worker)
     monkeypatch.setattr(Worker, "max_context_tokens", property(max_context_tokens))
-    assert known.directory.max_context_tokens == 100
+    assert known.directory.facts.max_context_tokens == 100
     assert len(looks) == len(known.directory.workers)
 
 
@@ -639,7 +641,7 @@ async def test_a_request_with_an_adapter_goes_to_workers_that_have_it() -> None:
     serves(known.decode[0], adapters=["b"])
     serves(known.decode[1])
     placement = known.directory.placement
-    assert known.directory.adapters == ("a", "b")
+    assert known.directory.facts.adapters == ("a", "b")
     addresses = [pool.address for pool in known.decode]
     for adapter, pools in (("", set(addresses)), ("b", {addresses[0]}), ("a", set())):
         request = PlacementRequest(RoutedPrompt([1, 2, 3], adapter=adapter), 8)

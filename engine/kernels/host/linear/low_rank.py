@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import carray, njit
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.host.codegen.compiled import (
@@ -62,7 +61,7 @@ class UpdateTable(NamedTuple):
     `items` is [n, 8] int64, with addresses within the factors, which must outlive it.
     """
 
-    items: NDArray[np.int64]
+    items: Tensor
 
 
 def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> UpdateTable:
@@ -88,7 +87,7 @@ def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> UpdateTable:
                     for start in range(0, outputs, _TILE_OUTPUTS)
                 ]
         first_row += num_rows
-    return UpdateTable(np.array(items, np.int64).reshape(-1, _FIELDS))
+    return UpdateTable(torch.tensor(items, dtype=torch.int64).view(-1, _FIELDS))
 
 
 def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Team) -> None:
@@ -106,7 +105,7 @@ def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Te
         update_for(y.dtype),
         len(table.items),
         (
-            table.items.ctypes.data,
+            table.items.data_ptr(),
             h.data_ptr(),
             h.stride(0) * h.itemsize,
             y.data_ptr(),
