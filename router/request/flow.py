@@ -8,7 +8,7 @@ tasks of their own, which end with the request.
 import asyncio
 import contextvars
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,14 +292,14 @@ class RequestFlow:
             worker = await self._search.prefill(command, booking_of(command.pool))
             return found_event(command.number, worker)
 
-        self._start(command.number, self._report(search()))
+        self._start(command.number, self._report(search))
 
     def _search_decode(self, command: ev.SearchDecode) -> None:
         async def search() -> ev.RequestEvent:
             worker, has_started_over = await self._search.decode(command)
             return found_event(command.number, worker, has_started_over=has_started_over)
 
-        self._start(command.number, self._report(search()))
+        self._start(command.number, self._report(search))
 
     def _search_pair(self, command: ev.SearchPair) -> None:
         async def search() -> ev.RequestEvent:
@@ -308,11 +308,12 @@ class RequestFlow:
                 return ev.SearchFailed(command.number)
             return self._pair_placed(command.number, pair)
 
-        self._start(command.number, self._report(search()))
+        self._start(command.number, self._report(search))
 
-    async def _report(self, search: Coroutine[Any, Any, ev.RequestEvent]) -> None:
+    async def _report(self, search: Callable[[], Awaitable[ev.RequestEvent]]) -> None:
         try:
-            self._happened(await search)
+            # Called here: a task that is cancelled before it begins must leave no other coroutine.
+            self._happened(await search())
         except Exception as error:  # noqa: BLE001 - it ends this request only
             self._happened(ev.CommandFailed(error))
 
