@@ -54,6 +54,7 @@ def check(
     partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5", or balanced.')] = "",
     weights: Annotated[str, typer.Option(help="model, or int8: eight bits a weight.")] = "model",
     draft: Annotated[Path | None, typer.Option(help="Draft model, or suffix.")] = None,
+    adapters: Annotated[Path | None, typer.Option(help="Directory of LoRA adapters.")] = None,
     memory_mb: Annotated[
         int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")
     ] = None,
@@ -76,6 +77,7 @@ def check(
         "partition": partition,
         "weights": weights,
         "draft": draft,
+        "adapters": adapters,
         "memory_mb": memory_mb,
         "max_context": max_context,
         "max_running": max_running,
@@ -107,6 +109,8 @@ def report(config: WorkerConfig) -> Iterator[str]:
         f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
         f"stored as {_stored_types(plan)}"
     )
+    if plan.adapter_names:
+        yield f"adapters: {', '.join(plan.adapter_names)}"
     yield _HEAD
     specs = [spec.of_rank(own.attention) for spec in plan.geometry.specs]
     for place, (stage, cost) in enumerate(

@@ -117,6 +117,7 @@ class GraphBucket:
         is_masked: the rows may be trees, which attention reads through a mask; otherwise they are
             causal.
         samples: a token is sampled after the rows. Most prompt chunks sample none.
+        adapters: those of the rows, as in `ForwardBatch`; only recordings on the host have any.
     """
 
     mode: ForwardMode
@@ -124,6 +125,7 @@ class GraphBucket:
     row_tokens: int = 1
     is_masked: bool = False
     samples: bool = True
+    adapters: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:

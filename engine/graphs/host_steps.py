@@ -41,6 +41,8 @@ from engine.graphs.recorded import (
 from engine.memory.layout import NULL_INDEX
 
 EAGER_FIRST = 2  # steps of a shape that run before it is recorded
+MAX_WITH_ADAPTERS = 32  # recordings
+MAX_COUNTED = 1024  # shapes
 
 logger = logging.getLogger(__name__)
 
@@ -138,14 +140,19 @@ class HostSteps:
         if (
             batch.mode in self._not_recorded
             or batch.scoring
-            or batch.adapters
             or any(row.snapshots for row in batch.states)
         ):
             return None
         if batch.mode is ForwardMode.PREFILL:
             is_whole = batch.query_lens == (self._chunk_tokens,)
             return (
-                GraphBucket(batch.mode, 1, self._chunk_tokens, samples=any(batch.sampling))
+                GraphBucket(
+                    batch.mode,
+                    1,
+                    self._chunk_tokens,
+                    samples=any(batch.sampling),
+                    adapters=batch.adapters,
+                )
                 if is_whole
                 else None
             )
@@ -162,6 +169,7 @@ class HostSteps:
             batch.num_rows,
             batch.query_lens[0],
             is_masked=isinstance(info, SpecInfo) and not info.is_chain,
+            adapters=batch.adapters,
         )
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
@@ -179,6 +187,8 @@ class HostSteps:
             step.recording.replay()
             self.num_replays += 1
             return _handed_on(step.result)
+        if len(self._eager_left) > MAX_COUNTED:  # every mix of adapters is a shape of its own
+            self._eager_left.clear()
         if self._eager_left[bucket]:
             self._eager_left[bucket] -= 1
             return self._eagerly(batch, given)
@@ -228,11 +238,18 @@ class HostSteps:
             logger.info("%s steps are not recorded: %s", batch.mode, error)
             self._not_recorded.add(batch.mode)
         else:
-            self._steps[bucket] = RecordedStep(own, states, given, results[0], recording)
-            self.num_recorded += 1
+            self._keep(bucket, RecordedStep(own, states, given, results[0], recording))
         for layer_id in layers:
             self._layer_done(layer_id)
         return _handed_on(results[0])
+
+    def _keep(self, bucket: GraphBucket, step: RecordedStep) -> None:
+        """Keep a recording. Of those with adapters the oldest goes if there are too many."""
+        self._steps[bucket] = step
+        self.num_recorded += 1
+        with_adapters = [each for each in self._steps if each.adapters]
+        if len(with_adapters) > MAX_WITH_ADAPTERS:
+            del self._steps[with_adapters[0]]
 
 
 def watch_lengths(batch: ForwardBatch) -> None:

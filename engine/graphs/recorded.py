@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.host.codegen.compiled import Team, has_kernels, recorders
+from engine.kernels.host.codegen.compiled import Team, has_kernels
+from engine.kernels.host.codegen.launch_recorder import recorders
 from engine.kernels.host.codegen.program import Launch, Program
 from engine.kernels.host.tokens.row_ops import (
     add_rows,
@@ -58,7 +59,7 @@ class CannotRecordError(Exception):
 class Recording:
     """The recorded work of one function."""
 
-    def __init__(self, steps: Sequence[Callable[[], object]], kept: Sequence[Tensor]) -> None:
+    def __init__(self, steps: Sequence[Callable[[], object]], kept: Sequence[object]) -> None:
         self._steps = steps
         self._kept = kept
 
@@ -183,7 +184,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
         self._steps: list[Callable[[], object] | list[Launch]] = []
-        self._kept: list[Tensor] = []
+        self._kept: list[object] = []
         self._seat_bytes = 0
         self._refused = ""
 
@@ -202,6 +203,10 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._steps.append(launches)
         launches.append(Launch(function, arguments))
         self._seat_bytes = max(self._seat_bytes, seat_bytes)
+
+    def keep(self, memory: object) -> None:
+        """Implement `LaunchRecorder.keep`."""
+        self._kept.append(memory)
 
     def __torch_dispatch__(
         self,
@@ -390,8 +395,6 @@ def _storage(tensor: Tensor) -> int:
 def _tensors(values: object) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    return (
-        [tensor for value in values for tensor in _tensors(value)]
-        if isinstance(values, list | tuple)
-        else []
-    )
+    if not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]

@@ -8,8 +8,10 @@ dtypes use the same order of sums in plain torch. A device uses the product of i
 from collections.abc import Sequence
 from enum import StrEnum
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.contracts.model import Ranks
@@ -18,7 +20,7 @@ from engine.core.numerics import gelu, silu
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
-from models.blocks.low_rank import LowRankUpdates
+from models.blocks.low_rank import LowRankUpdates, index_tensor
 from runtime.errors import ConfigError
 
 # The bytes that a rank would receive from the others if each added up all rows.
@@ -245,11 +247,12 @@ class GatedLinear:
             return packed.multiply_gated(x, packed_up)
         out = silu(self.gate(x)) * self.up(x)
         if len(rest):
-            out[rest] = packed.multiply_gated(x[rest], packed_up)
+            rows = index_tensor(rest)
+            out[rows] = packed.multiply_gated(x[rows], packed_up)
         return out
 
-    def _untouched(self, num_rows: int) -> Tensor | None:
-        """Return the rows, [n] int64, that no adapter updates; None if it updates no row at all."""
+    def _untouched(self, num_rows: int) -> NDArray[np.int64] | None:
+        """Return the rows, [n], that no adapter updates; None if no row is updated."""
         found = [
             each.updates
             for each in (self.gate, self.up)
@@ -257,8 +260,8 @@ class GatedLinear:
         ]
         if not found:
             return None
-        rest = found[0].untouched()
-        return rest if len(found) == 1 else rest[torch.isin(rest, found[1].untouched())]
+        chosen = np.logical_or.reduce([each.chosen_rows() for each in found])
+        return np.flatnonzero(~chosen)
 
 
 class GroupedLinear:

@@ -62,13 +62,23 @@ class ChosenRows:
 
     Attributes:
         index: [n] int64.
+        rows: the same memory.
         runs: for each run of tokens in `index` the place of its adapter and its length.
         covers_all: `index` is all tokens in their own order.
     """
 
     index: Tensor
+    rows: NDArray[np.int64]
     runs: Runs
     covers_all: bool
+
+
+def index_tensor(rows: NDArray[np.int64]) -> Tensor:
+    """Return the rows, at least one, as a tensor over the same memory.
+
+    A recording may use it, because a replay has the same adapters in the same rows.
+    """
+    return torch.frombuffer(rows, dtype=torch.int64)
 
 
 class AdapterRows:
@@ -139,7 +149,7 @@ class AdapterRows:
         ordered = found[index]
         starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
         runs = tuple((int(ordered[start]), end - start) for start, end in pairwise(starts))
-        return ChosenRows(torch.from_numpy(index), runs, covers_all)
+        return ChosenRows(index_tensor(index), index, runs, covers_all)
 
 
 @dataclass(frozen=True)
@@ -179,14 +189,13 @@ class LowRankUpdates:
             )
         return any(self._rows.of(group.names) is not None for group in self._groups)
 
-    def untouched(self) -> Tensor:
-        """Return the rows that no adapter updates, [n] int64, in order."""
-        chosen = [self._rows.of(group.names) for group in self._groups]
-        rest = np.ones(self._rows.num_tokens, bool)
-        for each in chosen:
-            if each is not None:
-                rest[each.index.numpy()] = False
-        return torch.from_numpy(np.flatnonzero(rest))
+    def chosen_rows(self) -> NDArray[np.bool_]:
+        """Return for each row of the running forward whether an adapter updates it, [T] bool."""
+        found = np.zeros(self._rows.num_tokens, bool)
+        for group in self._groups:
+            if (chosen := self._rows.of(group.names)) is not None:
+                found[chosen.rows] = True
+        return found
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the updates to `y` [T, out], and return it. `x` is the projection's input [T, in]."""

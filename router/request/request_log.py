@@ -47,6 +47,7 @@ class RequestRecord:
         error: ErrorInfo.reason of a request that failed or was refused.
         timings: seconds of each stage that happened, by their names in `Timings`; `ttft_s` is the
             time to the first token, `total_s` the whole.
+        adapter: that the request has.
         prefill: address of the last prefill worker, and `decode` of the last decode pool.
         trace_id: of the call, if its client or this router traces it.
         retries: attempts that were repeated on another worker; `migrations`: lost decode pools.
@@ -59,6 +60,7 @@ class RequestRecord:
     outcome: str
     error: str = ""
     priority: int = 0
+    adapter: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
@@ -115,6 +117,7 @@ def ended(
         outcome=timeline.outcome,
         error=error.reason if isinstance(error, BatonError) else "",
         priority=request.engine.priority,
+        adapter=request.engine.adapter,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,

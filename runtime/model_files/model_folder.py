@@ -120,8 +120,8 @@ def _adapter(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         base = "its base model"
     return (
-        f"{folder} is an adapter (LoRA) of {base}, not a model: merge it into {base} first (peft's "
-        f"merge_and_unload, then save_pretrained) and give the folder of the result"
+        f"{folder} is an adapter (LoRA) of {base}, not a model: give {base}, and --adapters with the "
+        f"folder that {folder.name} is in"
     )
 
 

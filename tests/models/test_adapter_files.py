@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.core.layer_range import LayerRange
 from models.adapters import MAX_RANK, adapters_digest, read_adapters
 from models.loader import read_model
+from pool.check import report
 from pool.stage.config import WorkerConfig
 from pool.stage.plan import plan_stage
 from runtime.errors import ConfigError, IncompatiblePeerError
@@ -181,3 +182,14 @@ def test_pools_and_stages_compare_their_adapters(copy: Path, checkpoint: Checkpo
     for theirs in (plain, other):
         with pytest.raises(IncompatiblePeerError, match="adapters is"):
             check_settings(adapted.settings, theirs.settings)
+
+
+def test_the_check_of_a_model_checks_its_adapters(copy: Path, checkpoint: CheckpointMaker) -> None:
+    config = WorkerConfig(
+        model=checkpoint("llama"), adapters=copy.parent, memory_mb=1, world_size=4, tp=2
+    )
+    assert "adapters: good" in list(report(config))
+    name = f"{Q_PROJ}.lora_B.weight"
+    rewrite(copy, lambda held: held.update({name: torch.zeros(81, 8)}))
+    with pytest.raises(ConfigError, match=r"q_proj is \[81, 72\], the model's .* is \[80, 72\]"):
+        list(report(config))

@@ -67,15 +67,15 @@ def test_pointers_of_git_lfs(tmp_path: Path) -> None:
     )
 
 
-def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
+def test_an_adapter_goes_with_its_model(tmp_path: Path) -> None:
     adapter = folder(
         tmp_path / "lora",
         adapter_config__json='{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
         adapter_model__safetensors="",
     )
     assert (
-        "an adapter (LoRA) of Qwen/Qwen3-0.6B, not a model: merge it into Qwen/Qwen3-0.6B first"
-        in refusal(adapter)
+        "an adapter (LoRA) of Qwen/Qwen3-0.6B, not a model: give Qwen/Qwen3-0.6B, and --adapters "
+        "with the folder that lora is in" in refusal(adapter)
     )
     assert "LoRA) of its base model" in refusal(folder(tmp_path / "odd", adapter_config__json="[]"))
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from engine.core.batch import ForwardBatch, ForwardMode, ScoringRow
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.state_rows import StateRow, StateSnapshot
+from engine.graphs import host_steps
 from engine.graphs.host_steps import HostSteps
 from engine.memory.layout import CacheKind
 from engine.pipeline.stage_executor import LayerObserver, StageExecutor
+from models.blocks import low_rank
 from models.loader import ModelDescription
 from runtime.errors import InternalError, StalePlanError
 from testing.batches import unmarked
@@ -32,6 +35,8 @@ from tests.support.device.captured_stage import (
     PAGES_EACH,
     Sequences,
 )
+from tests.support.models.adapters import with_adapters, write_adapter
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 
 MAX_NODES, CHUNK_TOKENS = 10, 9
@@ -114,14 +119,14 @@ class Twins:
 
     def __init__(
         self,
-        config: dict[str, object],
+        config: dict[str, object] | ModelDescription,
         dtype: str = "float32",
         *,
         cuts: Sequence[int] = (),
         capture_layers: frozenset[int] = frozenset(),
         num_eager: int = 0,
     ) -> None:
-        model = tiny(config, dtype)
+        model = config if isinstance(config, ModelDescription) else tiny(config, dtype)
         ranges = [
             LayerRange(start, end) for start, end in pairwise([0, *cuts, model.facts.num_layers])
         ]
@@ -216,6 +221,62 @@ def test_replays_have_the_bits_of_eager_steps(config: dict[str, object], dtype: 
     recorded, replayed = twins.counts()
     assert recorded + replayed == 80
     assert replayed > recorded
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> ModelDescription:
+    """Return a tiny Llama with adapters of two ranks, one of them of attention alone."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    write_adapter(tmp_path / "adapters" / "a", model, seed=1)
+    write_adapter(tmp_path / "adapters" / "b", model, seed=2)
+    write_adapter(tmp_path / "adapters" / "c", model, seed=3, rank=3, targets=["q_proj", "o_proj"])
+    return with_adapters(model, tmp_path / "adapters")
+
+
+def test_rows_with_adapters_are_replayed_by_their_mix(
+    adapted: ModelDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the tables and indices of a recorded step have been dropped elsewhere."""
+    monkeypatch.setattr(low_rank, "_MAX_TABLES", 1)
+    twins = Twins(adapted, cuts=(2,))
+    mixes = [("a", "", "c"), ("b", "b", "a"), ("", "c", "c"), ("", "", "")]
+    prefilled(twins, 5, 30, 1)
+    for turn in range(4):
+        for mix in mixes:
+            twins.sequences.adapters = dict(enumerate(mix))
+            twins.decode(0, 1, 2)
+            if turn % 2:
+                twins.step(
+                    ForwardMode.VERIFY, dict.fromkeys((0, 1), 4), parents={0: CHAIN, 1: CHAIN}
+                )
+            torch.full((1 << 16,), -1)  # where freed memory may have been
+    assert twins.counts() == (2 * 8, 2 * (12 + 4))
+
+
+def test_chunks_with_an_adapter_are_replayed(adapted: ModelDescription) -> None:
+    twins = Twins(adapted)
+    for row, adapter in enumerate(("a", "", "a", "c")):
+        twins.sequences.adapters = {row: adapter}
+        for silent in ((row,), (row,), ()):
+            twins.step(ForwardMode.PREFILL, {row: CHUNK_TOKENS}, silent=silent)
+    recorded, replayed = twins.counts()
+    assert (recorded, replayed) == (6, 6)
+
+
+def test_recordings_with_adapters_are_bounded(
+    adapted: ModelDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_steps, "MAX_WITH_ADAPTERS", 2)
+    twins = prefilled(Twins(adapted), 5)
+    twins.decode(0)
+    for adapters, replays in (("abc", 0), ("cb", 2), ("a", 2), ("ca", 4), ("b", 4)):
+        for adapter in adapters:
+            twins.sequences.adapters = {0: adapter}
+            twins.decode(0)
+        assert twins.counts()[1] == replays
+    twins.sequences.adapters = {}
+    twins.decode(0)
+    assert twins.counts()[1] == 5, "those without adapters are kept"
 
 
 def test_a_shape_is_recorded_when_it_has_come_before() -> None:

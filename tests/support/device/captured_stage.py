@@ -122,6 +122,7 @@ class Sequences:
 
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     lengths: dict[int, int] = field(default_factory=dict)
+    adapters: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shuffled = torch.randperm(NUM_SEQUENCES * PAGES_EACH, generator=self.generator) + 1
@@ -143,9 +144,9 @@ class Sequences:
             context = self.lengths.get(key, 0)
             tokens = torch.randint(256, (count,), generator=self.generator).tolist()
             pages = self._pages[key][: -(-(context + count) // PAGE_SIZE)]
-            rows.append(
-                Row(key, tokens, context, pages, key + 1, None if key in silent else SAMPLED, spec)
-            )
+            sampling = None if key in silent else SAMPLED
+            adapter = self.adapters.get(key, "")
+            rows.append(Row(key, tokens, context, pages, key + 1, sampling, spec, adapter=adapter))
         return build_batch(mode, rows)
 
     def advance(self, counts: dict[int, int]) -> None:

@@ -22,7 +22,6 @@ from contextvars import ContextVar
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numba
 import numpy as np
@@ -33,6 +32,7 @@ from numba.extending import intrinsic, overload
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from engine.kernels.host.codegen.file_lock import alone
+from engine.kernels.host.codegen.launch_recorder import recorders
 from runtime.errors import InternalError
 
 logger = logging.getLogger(__name__)
@@ -136,19 +136,6 @@ class KernelMissingError(Exception):
     """No process has compiled the kernel yet."""
 
 
-class LaunchRecorder(Protocol):
-    """A recorder of kernel launches for replay."""
-
-    def add_launch(self, function: int, arguments: bytes, seat_bytes: int) -> None:
-        """Record a call of the C function at this address with this record.
-
-        `seat_bytes` is the size of all seats together.
-        """
-        ...
-
-
-# The recorder of this thread's launches.
-recorders: ContextVar[LaunchRecorder | None] = ContextVar("recorders", default=None)
 _attempt: ContextVar[Attempt] = ContextVar("attempt", default=Attempt.WAIT)
 
 

@@ -32,6 +32,7 @@ from engine.kernels.host.codegen.compiled import (
     wide,
 )
 from engine.kernels.host.codegen.functions import fma
+from engine.kernels.host.codegen.launch_recorder import keep_for_replays
 from engine.kernels.host.codegen.strided_loops import floats, integers, size_of
 from runtime.errors import InternalError
 
@@ -87,7 +88,10 @@ def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> UpdateTable:
                     for start in range(0, outputs, _TILE_OUTPUTS)
                 ]
         first_row += num_rows
-    return UpdateTable(torch.tensor(items, dtype=torch.int64).view(-1, _FIELDS))
+    # By frombuffer: recordings refuse tensors with values of the present run, but nothing in a
+    # table or an index changes from one replay to the next.
+    table = torch.frombuffer(np.array(items, np.int64), dtype=torch.int64)
+    return UpdateTable(table.view(-1, _FIELDS))
 
 
 def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Team) -> None:
@@ -115,6 +119,7 @@ def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Te
         team,
         scratch_bytes=4 * _TILE_OUTPUTS,
     )
+    keep_for_replays(table, index)
 
 
 @cache

@@ -22,8 +22,13 @@ import torch
 from torch import Tensor
 
 from engine.kernels.host.codegen import amx
-from engine.kernels.host.codegen.compiled import STORED_AS, Team, launch_integers
+from engine.kernels.host.codegen.compiled import (
+    STORED_AS,
+    Team,
+    launch_integers,
+)
 from engine.kernels.host.codegen.dot import LANES
+from engine.kernels.host.codegen.launch_recorder import keep_for_replays
 from engine.kernels.host.codegen.tiles import is_tiled
 from engine.kernels.host.linear.int8 import CodedRows, coded, coded_blocks
 from engine.kernels.host.linear.packed_linear_kernel import SHARE_FIELDS, compiled_for, instructions
@@ -284,6 +289,7 @@ class PackedGroup:
             self._team,
             scratch_bytes=work.scratch_bytes,
         )
+        keep_for_replays(table)
         return out
 
 
