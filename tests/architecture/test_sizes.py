@@ -33,7 +33,7 @@ LONG_FUNCTIONS: Mapping[str, int] = {
     "engine/kernels/host/attention/paged_attention.py:attend_in_place": 67,
     "engine/kernels/host/attention/tile_loop.py:take_tiles": 71,
     "engine/kernels/host/codegen/amx.py:TileLoop.write": 66,
-    "engine/kernels/host/linear/packed_linear.py:PackedGroup.multiply_runs": 65,
+    "engine/kernels/host/linear/packed_linear.py:PackedGroup.multiply_runs": 66,
     "engine/kernels/host/linear/packed_linear.py:PackedWeight._launch": 69,
     "engine/kernels/host/linear/packed_linear_kernel.py:_take_items": 96,
     "engine/kernels/host/linear/product_sums.py:_multiply": 63,
