@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +39,19 @@ PROJECTIONS = {
 }
 
 
-def write_random_adapter(folder: Path, *, rank: int, seed: int) -> None:
-    """Write an adapter of all linear layers of `MODEL`."""
+def write_random_adapter(
+    folder: Path,
+    *,
+    rank: int,
+    seed: int,
+    num_layers: int = NUM_LAYERS,
+    projections: Mapping[str, tuple[int, int]] = PROJECTIONS,
+) -> None:
+    """Write an adapter of these projections of each layer; by default all those of `MODEL`."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(NUM_LAYERS):
-        for name, (outputs, inputs) in PROJECTIONS.items():
+    for layer in range(num_layers):
+        for name, (outputs, inputs) in projections.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
             for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 values = torch.randn(shape, generator=generator) / shape[1] ** 0.5

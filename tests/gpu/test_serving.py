@@ -3,6 +3,7 @@ against the host's tokens."""
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.values import Completion, Query, Sampling, Stop
+from bench.adapters import write_random_adapter
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.models.published import QWEN3_0_6B, write_published
 
@@ -20,6 +22,8 @@ QUERIES = [
     for text in ("3 5 7 9", "10 20 30 40", "4 3 2 " * 30)
 ]
 DEVICE: Mapping[str, Any] = {"device": "cuda", "numerics": "fast", "memory_mb": 512}
+# Outputs and inputs of projections of the demo model.
+FEED_FORWARD = {"mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384)}
 CLOSE = 0.1  # logprobs of two tokens, either of which bf16 may sample
 
 pytestmark = pytest.mark.usefixtures("whole_roles", "device")
@@ -51,6 +55,23 @@ async def test_the_demo_model_gives_the_hosts_tokens(settings: dict[str, Any]) -
     async with cluster_in_process(DEMO / "model", **DEVICE, **settings) as client:
         assert await tokens_of(client) == expected
         assert await tokens_of(client) == expected
+
+
+async def test_adapters_give_the_hosts_tokens(tmp_path: Path) -> None:
+    """Rows with different adapters and with none in one batch."""
+    model = DEMO / "model"
+    for seed, name in enumerate(("one", "two")):
+        write_random_adapter(
+            tmp_path / name, rank=8, seed=seed, num_layers=8, projections=FEED_FORWARD
+        )
+    queries = [
+        replace(query, model=name) for query in QUERIES for name in ("", ":one", ":two", ":one")
+    ]
+    answers = []
+    for settings in ({}, DEVICE):
+        async with cluster_in_process(model, adapters=tmp_path, **settings) as client:
+            answers.append([each.token_ids for each in await complete(client, queries)])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("settings", [{}, {"worker": {}}, {"worker": {"draft": "suffix"}}])
