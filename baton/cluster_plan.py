@@ -86,17 +86,12 @@ class ClusterPlan:
             if config.metrics_port
             else metrics_ports(tables, names)
         )
-        names_of_adapters = config.adapter_names if config.http else ()
-        # Chosen here, because a router must have the same ones after a restart.
+        adapters = config.adapter_names if config.http else ()
+        # Chosen here, because a router must have the same ones after a restart; and all at once,
+        # because the kernel may offer a port again as soon as its probe is closed.
+        ports = iter(free_ports("127.0.0.1", len(adapters) * len(self.router_names)))
         self._adapter_listens = {
-            name: [
-                (adapter, str(Address("127.0.0.1", port)))
-                for adapter, port in zip(
-                    names_of_adapters,
-                    free_ports("127.0.0.1", len(names_of_adapters)),
-                    strict=True,
-                )
-            ]
+            name: [(adapter, str(Address("127.0.0.1", next(ports)))) for adapter in adapters]
             for name in self.router_names
         }
         roles = {name: role for role in PROGRAMS for name in self._names(role)}

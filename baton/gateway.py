@@ -12,7 +12,6 @@ import asyncio
 import importlib.util
 import os
 import secrets
-import socket
 import uuid
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ import httpx2
 import typer
 from pydantic import Field
 
+from baton.preflight import free_ports
 from runtime.config import Address, AddressField, Config, PeerField, load, parse_address
 from runtime.config_flags import Flags, flags_of
 from runtime.errors import BatonError, ConfigError, UnavailableError
@@ -295,11 +295,9 @@ def _free_port(host: str, *, taken: int | None) -> int:
 
     The kernel may offer a port again as soon as its probe is closed.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         while True:
-            with socket.create_server((host, 0), family=family) as probe:
-                port: int = probe.getsockname()[1]
+            (port,) = free_ports(host, 1)
             if port != taken:
                 return port
     except OSError as error:

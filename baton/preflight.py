@@ -140,7 +140,7 @@ def check_partition(shape: PoolShape, model: Path) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return ports of a host that are free now."""
+    """Return different ports of a host that are free now; raise OSError if there are none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as probes:
         opened = [

@@ -167,7 +167,7 @@ def _read(folder: Path) -> Adapter:
     file = folder / WEIGHTS
     try:
         with safe_open(file, "pt") as tensors:
-            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
     modules, scales = {}, {}

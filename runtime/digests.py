@@ -122,8 +122,8 @@ def block_names(
 
     `known` holds the names of the first blocks. Prompts share names only up to the block in which
     they first differ. They share none if `compatibility` (the digest of weights, numerics and cache
-    layout), `adapter` or `salt` differs. A client chooses a salt to keep its prompts from matching those of
-    others.
+    layout), `adapter` or `salt` differs. A client chooses a salt to keep its prompts from matching
+    those of others.
     """
     kind = f"{compatibility}@{adapter}" if adapter else compatibility
     seed = f"{len(kind)}:{kind}{salt}".encode()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -63,6 +63,13 @@ class Projection:
     in_features: int
     terms: Part | None = None
     arranged: Arranged = stacked
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Return for each output of the product its row among the rows of all parts."""
+        counts = [num_rows(rows) for rows in self.parts.values()]
+        numbers = torch.split(torch.arange(sum(counts))[:, None], counts)
+        return self.arranged(*numbers)[:, 0].numpy()
 
 
 class StageAdapters:
@@ -127,7 +134,7 @@ def _joined(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _AdapterFactors:
-    order = _order(projection)
+    order = projection.order
     downs = list[Tensor]()
     ups = list[UpFactor]()
     first_row = 0
@@ -147,13 +154,6 @@ def _joined(
             downs.append(factors.down)
         first_row += count
     return _AdapterFactors(torch.cat(downs).to(device, dtype), tuple(ups))
-
-
-def _order(projection: Projection) -> NDArray[np.int64]:
-    """Return for each output of the product its row among the rows of all parts."""
-    counts = [num_rows(rows) for rows in projection.parts.values()]
-    numbers = torch.split(torch.arange(sum(counts))[:, None], counts)
-    return projection.arranged(*numbers)[:, 0].numpy()
 
 
 def _check(

@@ -289,8 +289,6 @@ class GroupedLinear:
 
         The first counts[0] rows of x belong to the first layer, and so on.
         """
-        if self._group is not None:
-            return self._group.multiply(x, counts)
         return self.multiply_runs(x, list(enumerate(counts)))
 
     def multiply_runs(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:

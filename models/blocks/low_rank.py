@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.codegen.compiled import Team, has_kernels
-from engine.kernels.host.linear.low_rank import UpdateTable, UpFactor, add_update, update_table
+from engine.kernels.host.linear.low_rank import UpFactor, add_update, update_table
 from runtime.errors import InternalError
 
 # Runs of rows, each with the place of its adapter and a number of rows.
@@ -62,7 +62,7 @@ class ChosenRows:
 
     Attributes:
         index: [n] int64.
-        rows: the same memory.
+        rows: the same memory, for reads that a recording would refuse of a tensor.
         runs: for each run of tokens in `index` the place of its adapter and its length.
         covers_all: `index` is all tokens in their own order.
     """
@@ -172,7 +172,7 @@ class LowRankUpdates:
         self._rows = rows
         self._groups = groups
         # By group and runs of rows: decode steps have the same ones many times in a row.
-        self._tables: dict[tuple[int, Runs], UpdateTable] = {}
+        self._tables: dict[tuple[int, Runs], Tensor] = {}
 
     def touched(self, num_rows: int) -> bool:
         """Return whether the running forward updates any of `num_rows` rows.
@@ -212,7 +212,7 @@ class LowRankUpdates:
                 _add_plainly(y, h, chosen, group.ups)
         return y
 
-    def _table(self, number: int, runs: Runs) -> UpdateTable:
+    def _table(self, number: int, runs: Runs) -> Tensor:
         key = number, runs
         if key not in self._tables:
             if len(self._tables) >= _MAX_TABLES:

@@ -80,8 +80,8 @@ class Directory:
         self._changed: asyncio.Event | None = None  # None while no task waits for a change
         self._pairing_changed = asyncio.Event()
         self._infos: dict[tuple[WorkerRole, str], object] = {}  # latest info of each worker
-        # (version of the set, tokens); None after a worker reported a new info.
-        self._present: tuple[int, ModelLimits] | None = None  # limits, by version
+        # (version of the set, limits); None after a worker reported a new info.
+        self._present: tuple[int, ModelLimits] | None = None
         self._pairless_since_s: float | None = self._clock.now()
         sources = {
             role: [

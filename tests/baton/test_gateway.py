@@ -67,7 +67,7 @@ def test_the_two_listeners_have_different_ports(
             return "127.0.0.1", next(offered)
 
     probes = SimpleNamespace(create_server=Probe, AF_INET=socket.AF_INET, AF_INET6=socket.AF_INET6)
-    monkeypatch.setattr("baton.gateway.socket", probes)
+    monkeypatch.setattr("baton.preflight.socket", probes)
     assert listeners_of(settings(**{"listen": "127.0.0.1:0", **given})) == expected
 
 

@@ -15,6 +15,7 @@ from baton.preflight import (
     check_port,
     check_tls,
     consecutive_ports,
+    free_ports,
     listen_address,
     metrics_ports,
 )
@@ -314,3 +315,9 @@ def test_tls_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path)
         with pytest.raises(ConfigError) as error:
             check_tls(tables, no_flags, security)
         assert str(error.value).startswith(says)
+
+
+def test_free_ports_are_different_ones() -> None:
+    """The kernel offers a port again as soon as its probe is closed."""
+    assert len(set(free_ports("127.0.0.1", 200))) == 200
+    assert free_ports("127.0.0.1", 0) == []

@@ -34,6 +34,7 @@ def adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
     write_adapter(
         folder / "some-layers", model, seed=4, targets=ATTENTION, layers_to_transform=[1, 2]
     )
+    write_adapter(folder / "head", model, seed=5, targets=["lm_head"])
     return folder
 
 
@@ -52,6 +53,8 @@ def adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
         ("qwen3_5_text", "all-linear", {}),
         ("gemma3", "all-linear", {}),
         ("gemma4", ["q_proj", "o_proj", "down_proj"], {}),
+        ("qwen3_5_moe_text", r".*(shared_expert\.up_proj|o_proj)", {}),
+        ("kimi_linear", [*ATTENTION], {}),
         ("deepseek_v3", ["o_proj", "q_b_proj", "kv_a_proj_with_mqa"], {}),
     ],
 )
@@ -88,13 +91,13 @@ def run_alone(driver: StageDriver, adapter: str, chunk_tokens: int = len(PROMPT)
     return [logits, *(driver.decode({0: token}) for token in STEPS)]
 
 
-@pytest.mark.parametrize("adapter", ["", "all", "attention", "some-layers", "wide"])
+@pytest.mark.parametrize("adapter", ["", "all", "attention", "head", "some-layers", "wide"])
 def test_a_row_has_the_same_bits_in_any_batch(
     adapter: str, adapters: Path, checkpoint: CheckpointMaker
 ) -> None:
     model = with_adapters(checkpoint("llama", dtype=torch.bfloat16), adapters)
     expected = run_alone(StageDriver(model), adapter)
-    for others in (("wide", "", "all"), ("some-layers", "all", "attention")):
+    for others in (("wide", "", "all"), ("some-layers", "all", "head")):
         driver = StageDriver(model)
         driver.adapters = {0: adapter} | dict(enumerate(others, 1))
         found = [driver.prefill({1: OTHERS[1], 0: PROMPT, 2: OTHERS[2], 3: OTHERS[3]})[1:2]]
@@ -144,7 +147,7 @@ def test_stages_and_ranks_give_the_bits_of_one_process(
 ) -> None:
     model = checkpoint("llama", dtype=torch.bfloat16)
     description = with_adapters(model, adapters, in_bytes=weights == "int8")
-    names = ["all", "", "wide", "attention", "all"]
+    names = ["all", "", "wide", "attention", "head"]
     expected = answers(description, names)
     assert answers(description, names, num_stages, tp) == expected
     alone = [answers(description, [""] * place + [name])[place] for place, name in enumerate(names)]

@@ -117,7 +117,9 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
             rows = slice(5, 5 + count)
             assert torch.equal(weight.multiply(x[rows]), whole[rows]), count
             assert torch.equal(weight.multiply_gated(x[rows], up), gated[rows]), count
-        grouped = PackedGroup([weight, up], [up, weight], Team()).multiply(x, [7, 293])
+        grouped = PackedGroup([weight, up], [up, weight], Team()).multiply_runs(
+            x, [(0, 7), (1, 293)]
+        )
     finally:
         torch.set_num_threads(before)
     assert torch.equal(grouped[:7], gated[:7])

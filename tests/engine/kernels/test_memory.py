@@ -30,7 +30,7 @@ def print_bits() -> None:
             gate.multiply(x),
             gate.multiply_gated(x, up),
             gate.rows(torch.arange(70)),
-            PackedGroup([gate, up], [up, gate], team).multiply(x, [7, 33]),
+            PackedGroup([gate, up], [up, gate], team).multiply_runs(x, [(0, 7), (1, 33)]),
         ]
         for contexts, counts, head_dim in (([20, 3], [5, 1], 24), ([100], [60], 33)):
             plan = rows_of(contexts, counts, 16)

@@ -56,17 +56,12 @@ class UpFactor(NamedTuple):
     first_output: int
 
 
-class UpdateTable(NamedTuple):
-    """The items of an update.
+def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> Tensor:
+    """Return the items of an update of runs of rows, [n, 8] int64.
 
-    `items` is [n, 8] int64, with addresses within the factors, which must outlive it.
+    Each run has its factors and its number of rows. The table has addresses within the factors,
+    which must outlive it.
     """
-
-    items: Tensor
-
-
-def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> UpdateTable:
-    """Return the table for runs of rows; each has its factors and its number of rows."""
     items = []
     first_row = 0
     for factors, num_rows in runs:
@@ -91,10 +86,10 @@ def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> UpdateTable:
     # By frombuffer: recordings refuse tensors with values of the present run, but nothing in a
     # table or an index changes from one replay to the next.
     table = torch.frombuffer(np.array(items, np.int64), dtype=torch.int64)
-    return UpdateTable(table.view(-1, _FIELDS))
+    return table.view(-1, _FIELDS)
 
 
-def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Team) -> None:
+def add_update(y: Tensor, h: Tensor, index: Tensor, table: Tensor, team: Team) -> None:
     """Add to row index[i] of y the update of row i of h.
 
     y is [T, out] and h [n, terms], dense within a row, of one dtype, bf16 or fp32. index is [n]
@@ -107,9 +102,9 @@ def add_update(y: Tensor, h: Tensor, index: Tensor, table: UpdateTable, team: Te
         raise InternalError(f"an update of {y.dtype} {y.stride()} by {h.dtype} {h.stride()}")
     launch_integers(
         update_for(y.dtype),
-        len(table.items),
+        len(table),
         (
-            table.items.data_ptr(),
+            table.data_ptr(),
             h.data_ptr(),
             h.stride(0) * h.itemsize,
             y.data_ptr(),

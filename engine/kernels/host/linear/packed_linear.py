@@ -217,18 +217,10 @@ class PackedGroup:
         self._addresses = [(weight.addresses[0], weight.addresses[2]) for weight in weights]
         self._ups = [(up.addresses[0], up.addresses[2]) for up in ups] or [(0, 0)] * len(weights)
 
-    def multiply(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Multiply x [M, K]; the i-th matrix multiplies the i-th run of counts[i] rows.
-
-        The result is [M, N] in the weights' dtype. Each row has the bits of a product with its
-        matrix alone.
-        """
-        return self.multiply_runs(x, list(enumerate(counts)))
-
     def multiply_runs(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-        """Multiply x [M, K] as `multiply` does; each of `runs` is a matrix and a number of rows.
+        """Multiply x [M, K]; each of `runs` is a matrix and the number of its next rows.
 
-        A matrix may have several runs.
+        The result is [M, N] in the weights' dtype. Each row has the bits of a product alone.
         """
         counts = [count for _, count in runs]
         first, num_rows = self._first, len(x)
