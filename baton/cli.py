@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.adapters import adapter_line, change_adapters
 from baton.chat_options import TemplateArguments, Tools, read_options
 from baton.client import BatonClient
 from baton.command_line import AsJson, TargetOption, Timeout, one_line_errors, targets_of
@@ -239,6 +240,38 @@ def flush(
         text = f"{each.role} {each.address}: {each.error or f'{each.pages} pages'}"
         print(json.dumps(asdict(each)) if as_json else text)
     if any(each.error for each in flushed):
+        raise typer.Exit(1)
+
+
+@app.command()
+def adapters(
+    load: Annotated[
+        str, typer.Option(metavar="NAME", help="Load this adapter from the folder of each worker.")
+    ] = "",
+    unload: Annotated[
+        str, typer.Option(metavar="NAME", help="Offer this adapter to no more requests.")
+    ] = "",
+    target: TargetOption = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
+) -> None:
+    """List the adapters of all workers, or load or unload one while they serve. With TLS, only an
+    operator may do so. Exit code 1 unless every worker did."""
+    connection = ConnectionFlags(tls_ca, tls_cert, tls_key, tls_name, token_file)
+    with one_line_errors(target, connection):
+        if load and unload:
+            raise ConfigError("--load and --unload exclude each other", field="load")
+        change = change_adapters(
+            targets_of(target)[0], connection.security(), load=load, unload=unload
+        )
+        found = asyncio.run(change)
+    for each in found:
+        print(json.dumps(asdict(each)) if as_json else adapter_line(each))
+    if any(each.error for each in found):
         raise typer.Exit(1)
 
 

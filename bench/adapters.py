@@ -66,7 +66,7 @@ def measure(
 ) -> dict[str, Value]:
     """Return the ratios of decode steps of `rows` rows and of prompts of `prompt` tokens."""
     adapters = read_adapters(folder)
-    names = [adapter.name for adapter in adapters]
+    names = [adapter.key for adapter in adapters]
     size = max(prompt, context + 4 * (rounds + 1) * (steps + 1))
     plain, adapted = (
         Ours(

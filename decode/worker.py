@@ -164,6 +164,7 @@ class DecodeLeader:
                 meters=parts.meters,
                 post=parts.post,
                 switch=parts.switch,
+                adapters=parts.adapters,
                 grammars=parts.leader.grammars,
                 caches=parts.config.decode_cache
                 if prompts_of is None

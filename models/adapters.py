@@ -21,7 +21,12 @@ from engine.core.layer_range import LayerRange
 from models.blocks.low_rank import LowRankFactors
 from models.checkpoint_part import LAYER_NAME, without_prefix
 from runtime.errors import ConfigError
-from runtime.model_files.adapter_folders import CONFIG, WEIGHTS, adapter_folders
+from runtime.model_files.adapter_folders import (
+    CONFIG,
+    WEIGHTS,
+    adapter_folders,
+    adapter_key,
+)
 
 MAX_RANK = 512
 _PEFT_PREFIX = "base_model.model."
@@ -60,13 +65,19 @@ class Adapter:
         name: that of its folder.
         modules: the keys of the two factors by module, as PEFT names the module.
         scales: by module.
+        num_values: of all factors.
     """
 
     name: str
     folder: Path
     modules: Mapping[str, tuple[str, str]]
     scales: Mapping[str, float]
-    num_bytes: int
+    num_values: int
+
+    @property
+    def key(self) -> str:
+        """Return what identifies the adapter in every pool: its name and the digest."""
+        return adapter_key(self.name, self.digest)
 
     @cached_property
     def digest(self) -> str:
@@ -100,21 +111,15 @@ def read_adapters(folder: Path) -> tuple[Adapter, ...]:
     Raises:
         ConfigError: a subfolder is no adapter, or one that Baton cannot serve.
     """
-    return tuple(_read(path) for path in adapter_folders(folder))
-
-
-def adapters_digest(adapters: Iterable[Adapter]) -> str:
-    """Return one digest of several adapters in hex, or "" if there are none."""
-    lines = [f"{adapter.name} {adapter.digest}" for adapter in adapters]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
+    return tuple(read_adapter(path) for path in adapter_folders(folder))
 
 
 class StageFactors:
-    """A `FactorSource` with the adapters' factors of one stage's layers."""
+    """A `FactorSource` with the factors of one adapter for one stage's layers."""
 
     def __init__(
         self,
-        adapters: Sequence[Adapter],
+        adapter: Adapter,
         layers: LayerRange,
         num_layers: int,
         other_names: Sequence[tuple[str, str]],
@@ -123,43 +128,49 @@ class StageFactors:
 
         `other_names` are those of `DecoderSpec`.
         """
-        self._keys: dict[str, dict[Adapter, str]] = {}
-        for adapter in adapters:
-            for module in adapter.modules:
-                name = without_prefix(module.removeprefix(_PEFT_PREFIX), other_names)
-                layer = LAYER_NAME.match(name)
-                is_own = (
-                    layers.end == num_layers
-                    if layer is None
-                    else int(layer[1]) in layers or int(layer[1]) >= num_layers
-                )
-                if is_own:
-                    self._keys.setdefault(name, {})[adapter] = module
+        self._adapter = adapter
+        self._modules: dict[str, str] = {}
+        for module in adapter.modules:
+            name = without_prefix(module.removeprefix(_PEFT_PREFIX), other_names)
+            layer = LAYER_NAME.match(name)
+            is_own = (
+                layers.end == num_layers
+                if layer is None
+                else int(layer[1]) in layers or int(layer[1]) >= num_layers
+            )
+            if is_own:
+                self._modules[name] = module
         self._taken: set[str] = set()
 
-    def factors(self, module: str) -> dict[str, LowRankFactors]:
+    @property
+    def name(self) -> str:
+        """Implement `FactorSource.name`."""
+        return self._adapter.name
+
+    def factors(self, module: str) -> LowRankFactors | None:
         """Implement `FactorSource.factors`."""
-        keys = self._keys.get(module, {})
+        if module not in self._modules:
+            return None
         self._taken.add(module)
-        return {adapter.name: adapter.factors(key) for adapter, key in keys.items()}
+        return self._adapter.factors(self._modules[module])
 
     def finish(self) -> None:
-        """Check that the stage has a projection for every update.
-
-        Raises:
-            ConfigError: it has none for some of them.
-        """
-        unused = sorted(self._keys.keys() - self._taken)
+        """Implement `FactorSource.finish`."""
+        unused = sorted(self._modules.keys() - self._taken)
         if unused:
-            names = sorted({adapter.name for name in unused for adapter in self._keys[name]})
             raise ConfigError(
-                f"adapters {', '.join(names)} update what Baton cannot update in this model: "
+                f"adapter {self.name} updates what Baton cannot update in this model: "
                 f"{', '.join(unused[:4])}{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}",
                 field="adapters",
             )
 
 
-def _read(folder: Path) -> Adapter:
+def read_adapter(folder: Path) -> Adapter:
+    """Return the adapter in `folder`.
+
+    Raises:
+        ConfigError: it is none, or one that Baton cannot serve.
+    """
     config = _config(folder / CONFIG)
     for field, neutral in _NEUTRAL.items():
         if field in config and config[field] not in neutral:
@@ -177,7 +188,8 @@ def _read(folder: Path) -> Adapter:
         scales[module] = _scale(folder, config, module.removeprefix(_PEFT_PREFIX), rank)
     if not modules:
         raise _refused(folder, f"{WEIGHTS} has no tensors")
-    return Adapter(folder.name, folder, modules, scales, file.stat().st_size)
+    num_values = sum(math.prod(shapes[key]) for keys in modules.values() for key in keys)
+    return Adapter(folder.name, folder, modules, scales, num_values)
 
 
 def _factors_of(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, tuple[str, str]]]:

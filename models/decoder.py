@@ -159,7 +159,7 @@ class DecoderStage:
         self._own_vocabulary = spec.vocabulary
         self._ranks = ranks
         self._has_data_ranks = spec.rank.data_size > 1
-        self._adapter_rows = weights.adapters.rows
+        self.adapters = weights.adapters
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
@@ -227,7 +227,7 @@ class DecoderStage:
         """
         if not batch.adapters:
             return self._forward(batch, hidden, context, aux_hidden, selected_keys)
-        with self._adapter_rows.of_batch(batch):
+        with self.adapters.rows.of_batch(batch):
             return self._forward(batch, hidden, context, aux_hidden, selected_keys)
 
     def _forward(
@@ -260,7 +260,7 @@ class DecoderStage:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
         if cut_layer is None and batch.adapters:
-            self._adapter_rows.keep(wanted)
+            self.adapters.rows.keep(wanted)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
         return StageOutput(
             logits=self._logits(self._norm.forward(rows), logits), aux_hidden=captured

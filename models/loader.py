@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ class ModelDescription:
     checkpoint: Checkpoint | None = field(repr=False)  # None if weights are random
     in_bytes: bool = False  # whether projections keep eight bits of each weight
     notices: tuple[str, ...] = ()  # messages for the operator about how the files were read
-    adapters: tuple[Adapter, ...] = ()  # that requests may choose
+    adapters: tuple[Adapter, ...] = ()  # that are known at the start
+    adapter_bytes: int | None = None  # memory for adapters of all layers; None: for all known
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """Return the cache specs of every layer of the whole model, in layer order."""
@@ -119,7 +121,7 @@ class ModelDescription:
                 held, total = self._most_experts(name, own)
             num_bytes += -(-whole * held // total)
         share = len(layers) / self.facts.num_layers
-        return num_bytes + round(share * sum(adapter.num_bytes for adapter in self.adapters))
+        return num_bytes + round(share * (self.adapter_bytes or 0))
 
     def _most_experts(self, name: str, rank: TensorRank) -> tuple[int, int]:
         """Return the largest number of experts on a rank, and the layer's number of experts."""
@@ -202,28 +204,51 @@ class ModelDescription:
                 f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
                 field="capture_layers",
             )
-        factors = StageFactors(self.adapters, layers, self.facts.num_layers, self.spec.other_names)
         source = (
             RandomWeights(seed=0)
             if self.checkpoint is None
             else CheckpointPart(self.checkpoint, self.spec, layers, digest, report)
         )
         stage = self._build_stage(
-            self._weights(source, factors, numerics, device), layers, capture_layers, ranks
+            self._weights(source, numerics, device), layers, capture_layers, ranks
         )
         if isinstance(source, CheckpointPart):
             source.finish()
-        factors.finish()
+        for adapter in self.first_adapters:
+            self.load_adapter(stage, adapter)
         return stage
+
+    @property
+    def first_adapters(self) -> tuple[Adapter, ...]:
+        """Return the adapters that a stage loads with its layers: the first that fit in memory."""
+        if self.adapter_bytes is None:
+            return self.adapters
+        ends = accumulate(map(self.bytes_of, self.adapters))
+        fitting = sum(end <= self.adapter_bytes for end in ends)
+        return self.adapters[:fitting]
+
+    def bytes_of(self, adapter: Adapter) -> int:
+        """Return the bytes of the factors of all layers in the model's dtype."""
+        return adapter.num_values * _torch_dtype(self.facts.dtype).itemsize
+
+    def load_adapter(self, stage: DecoderStage, adapter: Adapter) -> None:
+        """Load the factors of the stage's layers; the adapter is named by its key.
+
+        Raises:
+            ConfigError: it does not fit the model, or its file is damaged. Nothing has changed then.
+        """
+        stage.adapters.load(
+            adapter.key,
+            StageFactors(adapter, stage.layer_range, self.facts.num_layers, self.spec.other_names),
+        )
 
     def _weights(
         self,
         source: PartSource,
-        factors: StageFactors,
         numerics: Numerics,
         device: torch.device,
     ) -> Weights:
-        names = [adapter.name for adapter in self.adapters]
+        has_adapters = self.adapter_bytes is not None or bool(self.adapters)
         return Weights(
             source,
             prefix="",
@@ -232,7 +257,7 @@ class ModelDescription:
             device=device,
             parts=source,
             in_bytes=self.in_bytes,
-            adapters=StageAdapters(factors, names) if names else None,
+            adapters=StageAdapters(has_any=has_adapters),
         )
 
     def _build_stage(

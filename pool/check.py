@@ -109,8 +109,8 @@ def report(config: WorkerConfig) -> Iterator[str]:
         f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
         f"stored as {_stored_types(plan)}"
     )
-    if plan.adapter_names:
-        yield f"adapters: {', '.join(plan.adapter_names)}"
+    if adapters := plan.description.adapters:
+        yield f"adapters: {', '.join(adapter.name for adapter in adapters)}"
     yield _HEAD
     specs = [spec.of_rank(own.attention) for spec in plan.geometry.specs]
     for place, (stage, cost) in enumerate(

@@ -4,8 +4,11 @@ import asyncio
 
 from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
+from pool.adapters_service import AdaptersService
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
+from pool.request.adapter_memory import StagesAdapters
+from pool.request.adapters import PoolAdapters
 from pool.request.handler import EventPost, MemoryReclaimer
 from pool.request.role_switch import RoleSwitch
 from pool.role import LeaderParts
@@ -18,11 +21,12 @@ from pool.serving import (
     watch_agent,
 )
 from pool.stage.metrics import LeaderMeters, LoadBoard
-from pool.watch import WorkerService, formed_info, worker_info, worker_load
-from protos import pipeline_pb2_grpc, worker_pb2_grpc
+from pool.watch import WorkerService, current_info, worker_info, worker_load
+from protos import adapters_pb2_grpc, pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
+from runtime.observe.metrics import AdapterMetrics
 from runtime.process.supervision import background
 
 WORKER_SERVICE = "baton.v1.Worker"
@@ -68,6 +72,16 @@ class LeaderServer:
             on_frame=self._meters.on_frame,
             count_refused=process.refusals.count,
         )
+        self._adapters = PoolAdapters(
+            config.adapters,
+            stage.plan.description,
+            () if stage.adapters is None else stage.adapters.keys,
+            StagesAdapters(
+                self._leader.hold_adapters,
+                lambda key: self._leader.loop.submit(lambda: self._role.ranks.has_adapter(key)),
+            ),
+            AdapterMetrics.create(process.registry),
+        )
         self._parts = LeaderParts(
             config,
             stage,
@@ -77,8 +91,10 @@ class LeaderServer:
             self._post,
             process.registry,
             self._switch,
+            self._adapters,
         )
         self._worker_service = self._make_worker_service()
+        self._adapters.changed = self._worker_service.changed
         self._add_services()
 
     async def run(self) -> None:
@@ -115,7 +131,7 @@ class LeaderServer:
             process.config, plan, roles=self._switch.able, incarnation=process.incarnation
         )
         return WorkerService(
-            lambda: formed_info(info, leader, plan),
+            lambda: current_info(info, leader, plan, self._adapters),
             lambda role: self._load(role, self._start_s),
             self._role.journal,
             lambda: leader.loop.submit(self._role.ranks.flush),
@@ -126,11 +142,15 @@ class LeaderServer:
         server, pipeline_service = self._server, self._leader.service
         self._role.add_service(server, self._parts)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service, server.grpc)
+        adapters_pb2_grpc.add_AdaptersServicer_to_server(
+            AdaptersService(self._adapters), server.grpc
+        )
         if pipeline_service is not None:
             pipeline_pb2_grpc.add_PipelineServicer_to_server(pipeline_service, server.grpc)
 
     async def warm_up(self) -> None:
         """Implement `PoolListener`."""
+        await self._adapters.formed()
         await self._role.warm_up(self._parts)
 
     async def empty(self, grace_s: float) -> None:

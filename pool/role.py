@@ -10,6 +10,7 @@ from engine.loop import Scheduler
 from engine.pipeline.stage_executor import LayerObserver
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
+from pool.request.adapters import PoolAdapters
 from pool.request.entry import RankScheduler
 from pool.request.handler import EventPost, MemoryReclaimer
 from pool.request.role_switch import RoleSwitch
@@ -31,6 +32,10 @@ class PoolRanks(ReportingScheduler, Protocol):
     @property
     def schedulers(self) -> Sequence[PoolScheduler]: ...
 
+    def has_adapter(self, adapter: str) -> bool:
+        """Return whether a request has this adapter, on the engine thread."""
+        ...
+
     def flush(self) -> int:
         """Empty the prefix caches on the engine thread; return the number of evicted pages."""
         ...
@@ -48,6 +53,7 @@ class LeaderParts:
     post: EventPost
     registry: CollectorRegistry
     switch: RoleSwitch
+    adapters: PoolAdapters
 
 
 class RoleLeader(Protocol):

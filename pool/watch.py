@@ -15,6 +15,7 @@ import grpc
 
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
+from pool.request.adapters import PoolAdapters
 from pool.request.role_switch import RoleSwitch
 from pool.stage.config import WorkerConfig
 from pool.stage.metrics import LeaderMeters, SchedulerLoad
@@ -64,17 +65,25 @@ def worker_info(
         tokenizer_digest=tokenizer_digest(config.model),
         eos_token_ids=facts.eos_token_ids,
         wire_version=WIRE_VERSION,
-        adapters=plan.adapter_names,
     )
 
 
-def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:
-    """Return `info` with the digests that other pools compare, once the pool has formed."""
+def current_info(
+    info: pb.WorkerInfo, leader: Leader, plan: StagePlan, adapters: PoolAdapters
+) -> pb.WorkerInfo:
+    """Return `info` with the adapters, and the digests that other pools compare.
+
+    There are no digests before the pool has formed.
+    """
+    formed = pb.WorkerInfo(
+        adapters=adapters.accepted,
+        retired_adapters=adapters.retired,
+        loaded_adapters=adapters.loaded,
+    )
+    formed.MergeFrom(info)
     if leader.weights is None:
-        return info
+        return formed
     known = leader.compatibility
-    formed = pb.WorkerInfo()
-    formed.CopyFrom(info)
     formed.revision = leader.weights.revision(plan.description.facts.revision)
     formed.compatibility = known.digest
     formed.compatibility_text = known.text

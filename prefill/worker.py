@@ -139,6 +139,7 @@ class PrefillLeader:
                 meters=parts.meters,
                 post=parts.post,
                 switch=parts.switch,
+                adapters=parts.adapters,
                 grammars=parts.leader.grammars,
                 caches=parts.config.prefix_cache,
                 ranks=self.ranks,

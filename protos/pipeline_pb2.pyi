@@ -94,6 +94,14 @@ class GrammarChecked(_message.Message):
     refused: bool
     def __init__(self, check_id: _Optional[int] = ..., problem: _Optional[str] = ..., refused: _Optional[bool] = ...) -> None: ...
 
+class AdaptersHeld(_message.Message):
+    __slots__ = ("number", "problem")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    problem: str
+    def __init__(self, number: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
 class StageReady(_message.Message):
     __slots__ = ("session",)
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -101,18 +109,20 @@ class StageReady(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "session", "leaving", "grammar_checked", "ready")
+    __slots__ = ("hello", "session", "leaving", "grammar_checked", "ready", "adapters_held")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_CHECKED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_HELD_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     session: StageSession
     leaving: Leaving
     grammar_checked: GrammarChecked
     ready: StageReady
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ..., ready: _Optional[_Union[StageReady, _Mapping]] = ...) -> None: ...
+    adapters_held: AdaptersHeld
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ..., ready: _Optional[_Union[StageReady, _Mapping]] = ..., adapters_held: _Optional[_Union[AdaptersHeld, _Mapping]] = ...) -> None: ...
 
 class PoolFormed(_message.Message):
     __slots__ = ("pool_epoch", "channel_addresses", "key", "session", "members")
@@ -156,14 +166,24 @@ class CheckGrammar(_message.Message):
     grammar: _types_pb2.StructuredOutput
     def __init__(self, check_id: _Optional[int] = ..., grammar: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ...) -> None: ...
 
+class HoldAdapters(_message.Message):
+    __slots__ = ("number", "keys")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class JoinResponse(_message.Message):
-    __slots__ = ("formed", "open_session", "close_session", "check_grammar")
+    __slots__ = ("formed", "open_session", "close_session", "check_grammar", "hold_adapters")
     FORMED_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSION_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     CHECK_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    HOLD_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     formed: PoolFormed
     open_session: OpenSession
     close_session: CloseSession
     check_grammar: CheckGrammar
-    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ...) -> None: ...
+    hold_adapters: HoldAdapters
+    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ..., hold_adapters: _Optional[_Union[HoldAdapters, _Mapping]] = ...) -> None: ...

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from protos import generation_pb2_grpc, orca_service_pb2_grpc
+from protos import adapters_pb2_grpc, generation_pb2_grpc, orca_service_pb2_grpc
+from router.api.adapters import AdaptersService
 from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
@@ -278,6 +279,9 @@ def _add_apis(
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(
         OpenRcaService(generation.load, generation.counts), server.grpc
+    )
+    adapters_pb2_grpc.add_AdaptersServicer_to_server(
+        AdaptersService(services.directory), server.grpc
     )
     if config.vllm_engine:
         _add_vllm_engine(

@@ -32,7 +32,6 @@ _NAMED = (
     "arithmetic",
     "page size",
     "max context",
-    "adapters",
 )
 _NAMED_OF_DRAFT = ("draft", "spec topk")  # a pool without them is compatible with one that has them
 _UNKNOWN = "unknown"

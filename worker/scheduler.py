@@ -210,6 +210,9 @@ class AggregatedScheduler:
     def holds(self, key: int) -> bool:
         return self.prefill.holds(key) or self.decode.holds(key)
 
+    def has_adapter(self, adapter: str) -> bool:
+        return self.prefill.has_adapter(adapter) or self.decode.has_adapter(adapter)
+
     def load(self) -> SchedulerLoad:
         """Return the work and the free memory of both schedulers."""
         prompts, running = self.prefill.load(), self.decode.load()

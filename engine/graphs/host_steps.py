@@ -194,6 +194,12 @@ class HostSteps:
             return self._eagerly(batch, given)
         return self._recorded(batch, bucket, given)
 
+    def forget_adapter(self, adapter: str) -> None:
+        """Implement `Replays.forget_adapter`."""
+        for known in (self._steps, self._eager_left):
+            for bucket in [each for each in known if adapter in each.adapters]:
+                del known[bucket]
+
     def _layer_done(self, layer_id: int) -> None:
         if self.observer is not None and self._running is not None:
             self.observer(self._running, layer_id)

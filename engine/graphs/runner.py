@@ -84,6 +84,10 @@ class Replays(Protocol):
         """
         ...
 
+    def forget_adapter(self, adapter: str) -> None:
+        """Drop the forwards of batches with this adapter."""
+        ...
+
 
 @dataclass
 class CapturedForward:
@@ -184,6 +188,9 @@ class StageGraphs:
         Larger batches, prompts and planned batches run eagerly.
         """
         return shapes.bucket_for(batch, self._captured)
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Implement `Replays.forget_adapter`: batches with adapters are not captured."""
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
         """Run the forward of a batch for which `bucket_for` returned `bucket`.

@@ -121,6 +121,11 @@ class StageExecutor:
             lambda: self._forward(second, given_second, done),
         )
 
+    def forget_adapter(self, adapter: str) -> None:
+        """Drop the recorded forwards of batches with this adapter."""
+        if self._graphs is not None:
+            self._graphs.forget_adapter(adapter)
+
     @torch.inference_mode()
     def plan_ahead(self, batch: ForwardBatch) -> None:
         """Plan and mark a batch while another one may run, unless plans share memory.

@@ -1,4 +1,4 @@
-"""Construction of the low-rank updates of a stage's projections."""
+"""The adapters of a stage, and the construction of its projections' low-rank updates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,12 +73,35 @@ class Projection:
 
 
 class StageAdapters:
-    """The adapters of a stage, from which its projections take their updates."""
+    """The adapters of a stage. They come and go while it serves.
 
-    def __init__(self, source: FactorSource | None = None, names: Sequence[str] = ()) -> None:
-        """Create the adapters `names` of a stage, which read `source`; without one there are none."""
-        self.rows = AdapterRows(names)
-        self._source = source
+    `load` may run in any thread, one at a time. The others are for the thread that runs the stage.
+    """
+
+    def __init__(self, *, has_any: bool = False) -> None:
+        """Create the adapters of a stage; without `has_any` it can never have one."""
+        self.rows = AdapterRows()
+        self._has_any = has_any
+        self._projections: list[_AdaptedProjection] = []
+
+    def load(self, adapter: str, source: FactorSource) -> None:
+        """Load an adapter. Rows of later batches may have it.
+
+        Raises:
+            ConfigError: it does not fit the model, or its file is damaged. Nothing has changed then.
+        """
+        found = [(each, each.factors(source)) for each in self._projections]
+        source.finish()
+        for each, factors in found:
+            if factors is not None:
+                each.include(adapter, factors)
+        self.rows.add(adapter)
+
+    def drop(self, adapter: str) -> None:
+        """Release an adapter that no batch has any more."""
+        self.rows.remove(adapter)
+        for each in self._projections:
+            each.exclude(adapter)
 
     def updates(
         self,
@@ -88,43 +111,84 @@ class StageAdapters:
         device: torch.device,
         ranks: Ranks | None,
     ) -> LowRankUpdates | None:
-        """Return the updates of a projection, or None if no adapter targets it.
+        """Return the updates of a projection, or None if it can never have any.
 
         The parts of a projection share one product, with A of the parts one below another. `ranks`
         are those that divide its sum, if there are several.
-
-        Raises:
-            ConfigError: an adapter's factors do not have the shape of the projection.
         """
-        if self._source is None:
+        if not self._has_any:
             return None
-        found: dict[str, dict[str, LowRankFactors]] = {}
-        for name in projection.parts:
-            for adapter, factors in self._source.factors(projection.prefix + name).items():
-                found.setdefault(adapter, {})[name] = factors
-        by_rank: dict[int, dict[str, _AdapterFactors]] = {}
-        for adapter, by_name in found.items():
-            joined = _joined(adapter, projection, by_name, dtype, device)
-            by_rank.setdefault(len(joined.down), {})[adapter] = joined
-        if not by_rank:
-            return None
-        groups = [
-            UpdateGroup(
-                tuple(members),
-                _down([each.down for each in members.values()], projection, ranks),
-                tuple(each.ups for each in members.values()),
-            )
-            for members in by_rank.values()
-        ]
-        return LowRankUpdates(self.rows, groups)
+        adapted = _AdaptedProjection(
+            projection, dtype, device, ranks, LowRankUpdates(self.rows), {}
+        )
+        self._projections.append(adapted)
+        return adapted.updates
 
 
 @dataclass(frozen=True)
 class _AdapterFactors:
     """One adapter's factors of a whole projection: A of all parts, and B by part."""
 
-    down: Tensor
+    rank: int
+    down: Linear | SummedLinear
     ups: tuple[UpFactor, ...]
+
+
+@dataclass(frozen=True)
+class _AdaptedProjection:
+    """A projection with the factors of the adapters that target it."""
+
+    projection: Projection
+    dtype: torch.dtype
+    device: torch.device
+    ranks: Ranks | None
+    updates: LowRankUpdates
+    loaded: dict[str, _AdapterFactors]  # by adapter
+
+    def factors(self, source: FactorSource) -> _AdapterFactors | None:
+        """Return the factors of an adapter, or None if it does not target this projection.
+
+        Raises:
+            ConfigError: they do not have the shape of the projection.
+        """
+        by_name = {
+            name: factors
+            for name in self.projection.parts
+            if (factors := source.factors(self.projection.prefix + name)) is not None
+        }
+        if not by_name:
+            return None
+        down, ups = _joined(source.name, self.projection, by_name, self.dtype, self.device)
+        return _AdapterFactors(len(down), self._down(down), ups)
+
+    def include(self, adapter: str, factors: _AdapterFactors) -> None:
+        self.loaded[adapter] = factors
+        self._regroup()
+
+    def exclude(self, adapter: str) -> None:
+        if self.loaded.pop(adapter, None) is not None:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        by_rank: dict[int, dict[str, _AdapterFactors]] = {}
+        for adapter, factors in self.loaded.items():
+            by_rank.setdefault(factors.rank, {})[adapter] = factors
+        self.updates.groups = [
+            UpdateGroup(
+                tuple(members),
+                _product([each.down for each in members.values()]),
+                tuple(each.ups for each in members.values()),
+            )
+            for members in by_rank.values()
+        ]
+
+    def _down(self, matrix: Tensor) -> Linear | SummedLinear:
+        """Return the layer of A [r, in], or of this rank's terms of it."""
+        terms = self.projection.terms
+        if terms is None or terms.is_whole or self.ranks is None:
+            return Linear(matrix)
+        own = matrix[:, terms.start : terms.stop].contiguous()
+        return SummedLinear(own, None, self.ranks, num_terms=terms.total)
 
 
 def _joined(
@@ -133,7 +197,8 @@ def _joined(
     by_name: Mapping[str, LowRankFactors],
     dtype: torch.dtype,
     device: torch.device,
-) -> _AdapterFactors:
+) -> tuple[Tensor, tuple[UpFactor, ...]]:
+    """Return A of all parts one below another, [r, in], and B by part."""
     order = projection.order
     downs = list[Tensor]()
     ups = list[UpFactor]()
@@ -153,7 +218,7 @@ def _joined(
                 ups.append(UpFactor(matrix, first_term, int(outputs[0])))
             downs.append(factors.down)
         first_row += count
-    return _AdapterFactors(torch.cat(downs).to(device, dtype), tuple(ups))
+    return torch.cat(downs).to(device, dtype), tuple(ups)
 
 
 def _check(
@@ -169,20 +234,15 @@ def _check(
         )
 
 
-def _down(matrices: Sequence[Tensor], projection: Projection, ranks: Ranks | None) -> Product:
-    terms = projection.terms
-    if terms is None or terms.is_whole or ranks is None:
-        return GroupedLinear([Linear(matrix) for matrix in matrices]).multiply_runs
-    layers = [
-        SummedLinear(
-            matrix[:, terms.start : terms.stop].contiguous(), None, ranks, num_terms=terms.total
-        )
-        for matrix in matrices
-    ]
+def _product(layers: Sequence[Linear | SummedLinear]) -> Product:
+    """Return the product of runs of rows with their own layers of one shape."""
+    whole = [layer for layer in layers if isinstance(layer, Linear)]
+    if len(whole) == len(layers):
+        return GroupedLinear(whole).multiply_runs
     return partial(_one_by_one, layers)
 
 
-def _one_by_one(layers: Sequence[SummedLinear], x: Tensor, runs: Runs) -> Tensor:
+def _one_by_one(layers: Sequence[Linear | SummedLinear], x: Tensor, runs: Runs) -> Tensor:
     """Multiply each run of rows by its own layer; all ranks have the same runs."""
     parts = zip(runs, torch.split(x, [count for _, count in runs]), strict=True)
     return torch.cat([layers[place](part) for (place, _), part in parts if len(part)])

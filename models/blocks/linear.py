@@ -21,7 +21,6 @@ from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
 from models.blocks.low_rank import LowRankUpdates, index_tensor
-from runtime.errors import ConfigError
 
 # The bytes that a rank would receive from the others if each added up all rows.
 SHARED_OUT_BYTES = 1 << 20
@@ -275,8 +274,6 @@ class GroupedLinear:
         self._group: PackedGroup | None = None
         gates = [layer.gate if isinstance(layer, GatedLinear) else layer for layer in layers]
         ups = [layer.up for layer in layers if isinstance(layer, GatedLinear)]
-        if any(layer.updates is not None for layer in (*gates, *ups)):
-            raise ConfigError("adapters of routed experts are not supported", field="adapters")
         self._out_features = gates[0].out_features
         packed, packed_ups = (
             [layer.packed for layer in each if layer.packed is not None] for each in (gates, ups)

@@ -9,9 +9,9 @@ rows.
     y = y + B h      [n, out]   in place, rounded once; another one; B has the scale already
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -45,13 +45,26 @@ class LowRankFactors:
 
 
 class FactorSource(Protocol):
-    """The factors of the adapters of a stage."""
+    """The factors of one adapter for the layers of a stage."""
 
-    def factors(self, module: str) -> Mapping[str, LowRankFactors]:
-        """Return the factors of a projection by adapter; empty if no adapter targets it.
+    @property
+    def name(self) -> str:
+        """Return the adapter's name, for error messages."""
+        ...
+
+    def factors(self, module: str) -> LowRankFactors | None:
+        """Return the factors of a projection, or None if the adapter does not target it.
 
         `module` is the projection's name without the model's prefix, such as
         "layers.0.self_attn.q_proj".
+        """
+        ...
+
+    def finish(self) -> None:
+        """Check that every module with factors was asked for.
+
+        Raises:
+            ConfigError: the stage has no projection for some of them.
         """
         ...
 
@@ -84,14 +97,29 @@ def index_tensor(rows: NDArray[np.int64]) -> Tensor:
 class AdapterRows:
     """The adapter of each token of the forward that runs now.
 
-    A stage has one, which its projections share. Belongs to the thread that runs the stage.
+    A stage has one, which its projections share. Belongs to the thread that runs the stage; other
+    threads may add adapters meanwhile.
     """
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        """Create rows of a stage with the adapters `names`."""
-        self._ids = {name: number for number, name in enumerate(names, 1)}
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._num_ids = 0  # given so far; none is given twice
         self._of_token: NDArray[np.int64] | None = None
         self._chosen: dict[tuple[str, ...], ChosenRows | None] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the adapters that rows may have, the latest last."""
+        return tuple(self._ids)
+
+    def add(self, name: str) -> None:
+        """Let rows have the adapter. Any thread."""
+        self._num_ids += 1
+        self._ids[name] = self._num_ids
+
+    def remove(self, name: str) -> None:
+        """Let rows have the adapter no more; no forward with it may run."""
+        self._ids.pop(name, None)
 
     @property
     def num_tokens(self) -> int:
@@ -138,8 +166,11 @@ class AdapterRows:
         return self._chosen[names]
 
     def _found(self, names: tuple[str, ...], of_token: NDArray[np.int64]) -> ChosenRows | None:
-        places = np.full(len(self._ids) + 1, -1)
-        places[[self._ids[name] for name in names]] = range(len(names))
+        places = np.full(int(of_token.max(initial=0)) + 1, -1)
+        for place, name in enumerate(names):
+            # An adapter that another thread has just added or removed has no tokens here.
+            if 0 < (number := self._ids.get(name, 0)) < len(places):
+                places[number] = place
         found = places[of_token]
         covers_all = bool(len(found) and found.min() >= 0)
         index = np.arange(len(found)) if covers_all else np.argsort(found, kind="stable")
@@ -163,16 +194,28 @@ class UpdateGroup:
     names: tuple[str, ...]
     down: Product
     ups: tuple[tuple[UpFactor, ...], ...]
+    # By runs of rows: decode steps have the same ones many times in a row.
+    _tables: dict[Runs, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def table(self, runs: Runs) -> Tensor:
+        """Return the kernel's table of the parts of B for these runs."""
+        if runs not in self._tables:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            self._tables[runs] = update_table([(self.ups[place], count) for place, count in runs])
+        return self._tables[runs]
 
 
 class LowRankUpdates:
-    """The updates of one projection by all adapters that target it."""
+    """The updates of one projection by all adapters that target it.
 
-    def __init__(self, rows: AdapterRows, groups: Sequence[UpdateGroup]) -> None:
+    `groups` may be replaced by any thread, also while a forward runs that has none of the adapters
+    which change.
+    """
+
+    def __init__(self, rows: AdapterRows) -> None:
         self._rows = rows
-        self._groups = groups
-        # By group and runs of rows: decode steps have the same ones many times in a row.
-        self._tables: dict[tuple[int, Runs], Tensor] = {}
+        self.groups: Sequence[UpdateGroup] = ()
 
     def touched(self, num_rows: int) -> bool:
         """Return whether the running forward updates any of `num_rows` rows.
@@ -187,12 +230,12 @@ class LowRankUpdates:
                 f"a projection of {num_rows} rows in a forward of {self._rows.num_tokens} tokens "
                 "with adapters"
             )
-        return any(self._rows.of(group.names) is not None for group in self._groups)
+        return any(self._rows.of(group.names) is not None for group in self.groups)
 
     def chosen_rows(self) -> NDArray[np.bool_]:
         """Return for each row of the running forward whether an adapter updates it, [T] bool."""
         found = np.zeros(self._rows.num_tokens, bool)
-        for group in self._groups:
+        for group in self.groups:
             if (chosen := self._rows.of(group.names)) is not None:
                 found[chosen.rows] = True
         return found
@@ -201,25 +244,16 @@ class LowRankUpdates:
         """Add the updates to `y` [T, out], and return it. `x` is the projection's input [T, in]."""
         if not self.touched(len(x)):
             return y
-        for number, group in enumerate(self._groups):
+        for group in self.groups:
             chosen = self._rows.of(group.names)
             if chosen is None:
                 continue
             h = group.down(x if chosen.covers_all else x[chosen.index], chosen.runs)
             if y.device.type == "cpu" and y.dtype is h.dtype and has_kernels(h.dtype):
-                add_update(y, h, chosen.index, self._table(number, chosen.runs), Team())
+                add_update(y, h, chosen.index, group.table(chosen.runs), Team())
             else:
                 _add_plainly(y, h, chosen, group.ups)
         return y
-
-    def _table(self, number: int, runs: Runs) -> Tensor:
-        key = number, runs
-        if key not in self._tables:
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
-            ups = self._groups[number].ups
-            self._tables[key] = update_table([(ups[place], count) for place, count in runs])
-        return self._tables[key]
 
 
 def _add_plainly(

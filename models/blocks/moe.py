@@ -286,6 +286,7 @@ class _Experts:
     """
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
+        weights = weights.without_adapters()
         self._num_experts = spec.num_experts
         self._num_chosen = spec.num_chosen
         self._weighs_inputs = isinstance(spec.routing, InputRouting)

@@ -7,6 +7,7 @@ rows.
 
 import zlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -112,7 +113,7 @@ class Weights:
         self._source = source
         self._parts = parts
         self.ranks = ranks
-        self._prefix = prefix
+        self.prefix = prefix
         self._dtype = dtype
         self._numerics = numerics
         self._staging = staging or _PackingMemory()
@@ -120,35 +121,33 @@ class Weights:
         self.in_bytes = in_bytes
 
     def at(self, part: str) -> "Weights":
-        return self._but(prefix=f"{self._prefix}{part}.", ranks=self.ranks, in_bytes=self.in_bytes)
+        found = copy(self)
+        found.prefix = f"{self.prefix}{part}."
+        return found
 
     def among(self, ranks: Ranks | None) -> "Weights":
         """Return the same tensors for a layer that these ranks divide."""
-        return self._but(prefix=self._prefix, ranks=ranks, in_bytes=self.in_bytes)
+        found = copy(self)
+        found.ranks = ranks
+        return found
 
     def whole(self) -> "Weights":
         """Return the same tensors for sensitive layers, whose projections keep all bits.
 
         These are routers, gates and the selection of keys.
         """
-        return self._but(prefix=self._prefix, ranks=self.ranks, in_bytes=False)
+        found = copy(self)
+        found.in_bytes = False
+        return found
 
-    def _but(self, *, prefix: str, ranks: Ranks | None, in_bytes: bool) -> "Weights":
-        return Weights(
-            self._source,
-            prefix=prefix,
-            dtype=self._dtype,
-            numerics=self._numerics,
-            device=self.device,
-            staging=self._staging,
-            parts=self._parts,
-            ranks=ranks,
-            in_bytes=in_bytes,
-            adapters=self.adapters,
-        )
+    def without_adapters(self) -> "Weights":
+        """Return the same tensors for projections that no adapter can update."""
+        found = copy(self)
+        found.adapters = StageAdapters()
+        return found
 
     def has(self, name: str) -> bool:
-        return self._source.has(self._prefix + name)
+        return self._source.has(self.prefix + name)
 
     def tensor(
         self,
@@ -164,14 +163,14 @@ class Weights:
         """
         out = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
         if rows is None:
-            self._source.read(self._prefix + name, out, item=item)
+            self._source.read(self.prefix + name, out, item=item)
         else:
             self._read(name, out, rows)
         return out
 
     def skip(self, name: str, item: int | None = None) -> None:
         """Skip a tensor, or an entry of a stack, that another rank keeps."""
-        self._part_source.skip(self._prefix + name, item)
+        self._part_source.skip(self.prefix + name, item)
 
     def linear(
         self,
@@ -216,7 +215,7 @@ class Weights:
     ) -> LowRankUpdates | None:
         """Return the adapters' updates of a projection; the arguments are those of `Projection`."""
         return self.adapters.updates(
-            Projection(self._prefix, parts, in_features, terms, arranged),
+            Projection(self.prefix, parts, in_features, terms, arranged),
             dtype=dtype or self._dtype,
             device=self.device,
             ranks=self.ranks,
@@ -232,10 +231,10 @@ class Weights:
         if terms.is_whole:
             return self.linear(name, rows=(rows,), in_features=terms.total, bias=bias)
         if self.ranks is None:
-            raise InternalError(f"{self._prefix}{name} is summed over ranks, but there are none")
+            raise InternalError(f"{self.prefix}{name} is summed over ranks, but there are none")
         weight = self._passing(rows, len(terms), self._dtype)
         self._part_source.read_rows(
-            f"{self._prefix}{name}.weight", weight, [Part.whole(rows)], terms
+            f"{self.prefix}{name}.weight", weight, [Part.whole(rows)], terms
         )
         offsets = self.tensor(f"{name}.bias", rows) if bias else None
         return SummedLinear(
@@ -256,7 +255,7 @@ class Weights:
         """
         parts = intervals(rows)
         found = (
-            self._source.row_scales(self._prefix + name, item=None if item is None else item[0])
+            self._source.row_scales(self.prefix + name, item=None if item is None else item[0])
             if self.in_bytes and self.device == HOST
             else None
         )
@@ -266,7 +265,7 @@ class Weights:
 
     def _read(self, name: str, out: Tensor, rows: Rows) -> None:
         if isinstance(rows, int):
-            self._source.read(self._prefix + name, out)
+            self._source.read(self.prefix + name, out)
             return
         parts = [rows] if isinstance(rows, Part) else rows
         edges = [0, *(part.stop for part in parts)]
@@ -275,15 +274,15 @@ class Weights:
             *(part.start for part in parts),
             parts[0].total,
         ]:
-            self._source.read(self._prefix + name, out)
+            self._source.read(self.prefix + name, out)
         else:
-            self._part_source.read_rows(self._prefix + name, out, parts)
+            self._part_source.read_rows(self.prefix + name, out, parts)
 
     @property
     def _part_source(self) -> PartSource:
         if self._parts is None:
             raise InternalError(
-                f"parts of {self._prefix}* were requested from a source of whole tensors"
+                f"parts of {self.prefix}* were requested from a source of whole tensors"
             )
         return self._parts
 
@@ -292,7 +291,7 @@ class Weights:
     ) -> Linear:
         """Return a projection over entry i of a stack of n, for `item` = (i, n)."""
         weight = self._passing(rows, in_features, self._dtype)
-        self._source.read(self._prefix + name, weight, item=item)
+        self._source.read(self.prefix + name, weight, item=item)
         return self.linear_from(weight, self.row_scales(name, rows, item=item))
 
     def gated_item(
@@ -303,7 +302,7 @@ class Weights:
         The gate's `rows` rows come before those that it gates.
         """
         weight = self._passing(2 * rows, in_features, self._dtype)
-        self._source.read(self._prefix + name, weight, item=item)
+        self._source.read(self.prefix + name, weight, item=item)
         scales = self.row_scales(name, 2 * rows, item=item)
         return GatedLinear(
             *(

@@ -16,9 +16,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import RequestSampler
+from pool.pipeline.adapters import AdaptersOfFollower
 from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
 from pool.pipeline.join import JoinReports, JoinStream
@@ -122,6 +124,18 @@ class FollowerEngine:
         self._order(lambda: self._leave(left))
         return left
 
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Run `call` between two steps. Any thread."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+
+        def run() -> None:
+            call()
+            done.set_result(None)
+
+        self._order(run)
+        return done
+
     def stop(self, timeout_s: float = 10) -> None:
         self._order(self._stop)
         self._thread.join(timeout_s)
@@ -186,6 +200,7 @@ class Follower:
         self._engine = engine
         self._channel_address = channel_address
         self._checks: set[asyncio.Task[None]] = set()
+        self._adapters = AdaptersOfFollower(stage.adapters, engine.submit)
         self._reports = reports
         self._was_formed = False  # since the last try to join
         self._is_leaving = False
@@ -321,9 +336,14 @@ class Follower:
                 else:
                     self._stage.agent.close(command.close_session.session_id)
             case "check_grammar":
-                task = asyncio.create_task(self._check_grammar(command.check_grammar))
-                self._checks.add(task)
-                task.add_done_callback(self._checks.discard)
+                self._start(self._check_grammar(command.check_grammar))
+            case "hold_adapters":
+                self._start(self._hold_adapters(command.hold_adapters))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
 
     async def _check_grammar(self, command: pb.CheckGrammar) -> None:
         """Compile a grammar; send the result if the stream of the asking leader is still open."""
@@ -342,6 +362,13 @@ class Follower:
             answer.problem = str(error)
         if stream is not None:
             stream.send(pb.JoinRequest(grammar_checked=answer))
+
+    async def _hold_adapters(self, command: pb.HoldAdapters) -> None:
+        """Load and drop adapters; answer if the stream of the asking leader is still open."""
+        stream = self._reports.stream
+        answer = await self._adapters.hold(command)
+        if stream is not None:
+            stream.send(pb.JoinRequest(adapters_held=answer))
 
     def _report_ready(self, forming: Forming) -> None:
         """Report to the leader that this stage takes frames of a forming."""

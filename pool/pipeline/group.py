@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.layer_range import Placement
+from pool.pipeline.adapters import AdaptersOfStages, OnEngine, hold_adapters
 from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
+from pool.stage.adapters import LoadedAdapters
 from protos import pipeline_pb2 as pb
 from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
 from runtime.grammar import Grammar
@@ -157,6 +159,7 @@ class StageGroup:
         self._links: list[StageLink] = []
         self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
         self._check_ids = itertools.count(1)
+        self._adapters = AdaptersOfStages()
 
     @property
     def session_size(self) -> int:
@@ -200,6 +203,7 @@ class StageGroup:
         self._links = [link for link in self._links if link.rank != rank]
         if rank in self._sampling_ranks:
             self._fail_checks(UnavailableError(what))
+        self._adapters.stage_lost(rank, UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
     async def check(self, grammar: Grammar) -> None:
@@ -243,7 +247,32 @@ class StageGroup:
         finally:
             del self._checks[check_id]
 
-    def grammar_checked(self, answer: pb.GrammarChecked) -> None:
+    async def hold_adapters(
+        self, own: LoadedAdapters | None, keys: Sequence[str], on_engine: OnEngine
+    ) -> None:
+        """Have all processes hold exactly these adapters; `own` are the leader's.
+
+        Raises:
+            ConfigError: an adapter cannot be loaded on one of them.
+            UnavailableError: one was lost, or does not answer.
+        """
+        # All of them have ended before the next change begins, whatever becomes of one.
+        ended = await asyncio.gather(
+            hold_adapters(own, keys, on_engine),
+            *(self._adapters.hold(link, keys) for link in self._links),
+            return_exceptions=True,
+        )
+        for error in filter(None, ended):
+            raise error
+
+    def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
+        """Take the answer of a process to a question of this group."""
+        if answer.HasField("adapters_held"):
+            self._adapters.answered(rank, answer.adapters_held)
+        else:
+            self._grammar_checked(answer.grammar_checked)
+
+    def _grammar_checked(self, answer: pb.GrammarChecked) -> None:
         grammar, checked = self._checks.get(answer.check_id, (None, None))
         if grammar is None or checked is None or checked.done():
             return

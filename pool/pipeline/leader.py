@@ -272,8 +272,12 @@ class Leader:
             self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks, channel
         )
 
-    def grammar_checked(self, answer: pb.GrammarChecked) -> None:
-        self.group.grammar_checked(answer)
+    def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
+        self.group.stage_answered(rank, answer)
+
+    async def hold_adapters(self, keys: Sequence[str]) -> None:
+        """Have all stages hold exactly these adapters, as `AdaptersOfStages.hold` does."""
+        await self.group.hold_adapters(self._stage.adapters, keys, self.loop.submit)
 
     def _know_weights(self, links: list[StageLink]) -> None:
         every = [self._stage.weights, *(link.weights for link in links)]

@@ -94,7 +94,9 @@ class MembershipObserver(Protocol):
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None: ...
 
-    def grammar_checked(self, answer: pb.GrammarChecked) -> None: ...
+    def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
+        """Take the answer to a question of the leader."""
+        ...
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         """Dismiss the stage when no requests run any more, at the latest after the grace."""
@@ -180,8 +182,8 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
                     self._observer.stage_leaving(link, request.leaving.grace_s)
                 case "ready":
                     self._ready(link.rank, request.ready.session)
-                case "grammar_checked":
-                    self._observer.grammar_checked(request.grammar_checked)
+                case "grammar_checked" | "adapters_held":
+                    self._observer.stage_answered(link.rank, request)
 
     def _welcome(self, request: pb.JoinRequest) -> StageLink:
         hello = request.hello

@@ -5,7 +5,7 @@ because clients other than routers may reach its port.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.core.request import Request, SampledToken, SamplingParams, TokenLogprobs
 from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
@@ -22,18 +22,13 @@ def request_from_proto(
     *,
     vocab_size: int,
     max_context_tokens: int,
-    adapters: Collection[str] = (),
 ) -> Request:
-    """Return the request of a message. `adapters` are those of this pool.
+    """Return the request of a message.
 
     Raises:
         InvalidRequestError: every field that this pool cannot serve.
     """
     violations = list(_violations(message, vocab_size, max_context_tokens))
-    if message.adapter and message.adapter not in adapters:
-        violations.append(
-            FieldViolation("adapter", f"{message.adapter[:80]!r} is not an adapter of this pool")
-        )
     if violations:
         raise InvalidRequestError(*violations)
     return Request(

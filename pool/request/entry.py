@@ -177,6 +177,10 @@ class EntryOwner(ABC, Generic[EntryT]):
     def holds(self, key: int) -> bool:
         return key in self._entries
 
+    def has_adapter(self, adapter: str) -> bool:
+        """Return whether a request has this adapter, also one that only its last step holds."""
+        return any(entry.request.adapter == adapter for entry in self._entries)
+
     def request_of(self, key: int) -> Request | None:
         """Return the request of this key, or None if it is over."""
         entry = self._entries.get(key)
@@ -226,6 +230,10 @@ class RankScheduler(Protocol):
 
     def holds(self, key: int) -> bool:
         """Return whether this scheduler has the request of this key."""
+        ...
+
+    def has_adapter(self, adapter: str) -> bool:
+        """Return whether a request of this scheduler has this adapter."""
         ...
 
     def load(self) -> SchedulerLoad: ...
@@ -308,6 +316,10 @@ class DataRanks(Generic[SchedulerT]):
         return PoolOccupancy(
             leases, sum(each.num_pages_held for each in every), max(each.oldest_s for each in every)
         )
+
+    def has_adapter(self, adapter: str) -> bool:
+        """Return whether a request has this adapter."""
+        return any(scheduler.has_adapter(adapter) for scheduler in self.schedulers)
 
     def flush(self) -> int:
         """Empty the prefix caches; return the number of evicted pages."""

@@ -19,6 +19,7 @@ from engine.loop import EngineLoop
 from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, TransferSession
 from pool.pipeline.leader import Leader
+from pool.request.adapters import PoolAdapters
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
@@ -204,6 +205,7 @@ class RequestParts:
     meters: LeaderMeters
     post: EventPost
     switch: RoleSwitch
+    adapters: PoolAdapters
     grammars: GrammarCheck | None = None
     caches: bool = False  # whether the pool has a prefix cache
 
@@ -247,7 +249,7 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
     """Validate a request message and return the request.
 
     Raises:
-        UnavailableError: the pool does not serve, or not this role.
+        UnavailableError: the pool does not serve, or not this role, or not this adapter.
         InvalidRequestError: every field that the pool cannot serve.
     """
     rebind(request_id=message.request_id)
@@ -258,8 +260,8 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
         message,
         vocab_size=parts.plan.description.facts.vocab_size,
         max_context_tokens=parts.plan.size.context_tokens,
-        adapters=parts.plan.adapter_names,
     )
+    parts.adapters.check(request.adapter)
     note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
     return request
 
@@ -270,11 +272,12 @@ async def serve(
     """Run one request to its end, after `begin` has taken a place in the scheduler for it.
 
     Raises:
-        BatonError: as `check_grammar`, `begin` and `RequestHandler.run` do.
+        BatonError: as `check_grammar`, `PoolAdapters.leased`, `begin` and `RequestHandler.run` do.
     """
     await check_grammar(request, parts.grammars)
-    handler = await begin()
-    try:
-        await handler.run()
-    finally:
-        handler.end()
+    async with parts.adapters.leased(request.adapter):
+        handler = await begin()
+        try:
+            await handler.run()
+        finally:
+            handler.end()

@@ -19,6 +19,7 @@ from transfer.transport.binding import NetworkBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]
 StageChannelName = Literal["auto", "ucx", "nccl"]
+LEAST_ADAPTER_MB = 64  # memory for adapters by default, where those at the start need less
 BALANCED = "balanced"  # the partition that gives every stage about the same weight bytes
 # A router's own first request needs six tokens, and it waits for a pool that can hold them.
 MIN_CONTEXT_TOKENS = 16
@@ -184,6 +185,13 @@ class WorkerConfig(TlsConfig):
         description="directory of LoRA adapters in PEFT's format: every subfolder is one, and its "
         "name is that of the adapter; the same in pools of both roles",
     )
+    adapters_mb: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="memory in MiB for loaded adapters, on all stages together; default: what those "
+        f"at the start need, rounded up to a power of two, at least {LEAST_ADAPTER_MB}",
+    )
     device: str = Field(
         default="cpu",
         description="device of layers and cache memory: cpu, cuda or cuda:N (with numerics fast)",
@@ -308,6 +316,8 @@ class WorkerConfig(TlsConfig):
             check_model_folder(self.draft, field="draft")
         if self.adapters is not None:
             adapter_folders(self.adapters)
+        elif self.adapters_mb is not None:
+            raise ConfigError("adapters_mb needs adapters", field="adapters_mb")
         _ = self.placement
         self.binding.check()
 

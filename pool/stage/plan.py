@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
@@ -14,7 +13,7 @@ from engine.pipeline.frame_parts import MAX_PART_BYTES
 from models.adapters import read_adapters
 from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights
-from pool.stage.config import BALANCED, WorkerConfig
+from pool.stage.config import BALANCED, LEAST_ADAPTER_MB, WorkerConfig
 from pool.stage.pool_size import (
     Memory,
     PoolNeeds,
@@ -78,11 +77,6 @@ class StagePlan:
     def has_draft_model(self) -> bool:
         return isinstance(self.speculation, DraftModelPlan)
 
-    @cached_property
-    def adapter_names(self) -> tuple[str, ...]:
-        """Return the names of the adapters that requests may have."""
-        return tuple(adapter.name for adapter in self.description.adapters)
-
     @property
     def num_draft_tokens(self) -> int:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
@@ -98,7 +92,6 @@ class StagePlan:
             weights=self.settings["weights"],
             arithmetic=self.settings["arithmetic"],
             max_context=self.settings["max_context"],
-            adapters=self.settings.get("adapters", ""),
             draft_revision=weights.draft_revision(draft),
             config=self.description.facts.revision,
             tensors=weights.total,
@@ -226,7 +219,13 @@ def _with_adapters(config: WorkerConfig, folder: Path, whole: ModelDescription) 
                 f"--{field.replace('_', '-')} {value}: a pool with --adapters needs {allowed}",
                 field="adapters",
             )
-    return replace(whole, adapters=read_adapters(folder))
+    adapters = read_adapters(folder)
+    needed = sum(map(whole.bytes_of, adapters))
+    megabytes = config.adapters_mb
+    if megabytes is None:
+        # Rounded, so that stages that start at other times, with an adapter more, plan alike.
+        megabytes = max(LEAST_ADAPTER_MB, 1 << (-(-needed // MIB) - 1).bit_length())
+    return replace(whole, adapters=adapters, adapter_bytes=megabytes * MIB)
 
 
 def _speculation_of_role(

@@ -10,7 +10,6 @@ from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.kernels.host.linear.packed_linear import arithmetic_class
 from engine.pipeline.records import LAYOUT
-from models.adapters import adapters_digest
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.pool_size import PoolSize
@@ -64,8 +63,8 @@ def stage_settings(
         else speculation.revision or str(speculation.config.draft),
         "frames": LAYOUT,
     }
-    if description.adapters:
-        settings["adapters"] = adapters_digest(description.adapters)
+    if description.adapter_bytes is not None:
+        settings["adapter_bytes"] = str(description.adapter_bytes)
     if speculation is not None:
         settings |= {
             "spec_topk": str(config.spec_topk),

@@ -17,8 +17,9 @@ from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stage_executor import LayerObserver, StageExecutor
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
-from models.decoder import EMBEDDING
+from models.decoder import EMBEDDING, DecoderStage
 from models.weights_digest import StageDigests, WeightsDigest
+from pool.stage.adapters import LoadedAdapters
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
@@ -61,6 +62,7 @@ class Stage:
     weights: StageDigests = field(default_factory=StageDigests)
     # Digests of tensors that later stages may copy, by name.
     counted: Mapping[str, str] = field(default_factory=dict)
+    adapters: LoadedAdapters | None = None  # None if the pool takes none
 
 
 def build_stage(
@@ -122,6 +124,9 @@ def build_stage(
         backends.device,
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
+        None
+        if config.adapters is None
+        else LoadedAdapters(config.adapters, plan.description, model, executor.forget_adapter),
     )
 
 
@@ -182,7 +187,7 @@ def _load_layers(
     ranks: StageRanks,
     *,
     speculates: bool,
-) -> tuple[StageModel, StageBackends]:
+) -> tuple[DecoderStage, StageBackends]:
     """Load the target model's layers of this stage and their backends, for every kind of batch."""
     description, page_size, speculation = (
         plan.description,

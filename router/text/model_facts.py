@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from protos import worker_pb2
@@ -36,10 +37,12 @@ class ModelLimits:
     tokenizer_digest: str = ""  # of `runtime.model_files.tokenizer_files`
     sampling: Mapping[str, float] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # other names that requests may have
-    adapters: tuple[str, ...] = ()  # that the workers have
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # keys by name, of those that are offered
 
     def adapter_of(self, name: str) -> str:
-        """Return the adapter that a request with this model name wants, or "" for none.
+        """Return the key of the adapter that a request with this model name wants, or "" for none.
 
         The names are "" and those of the model, each of them with ":" and the name of an adapter,
         and the name of an adapter alone.
@@ -52,8 +55,8 @@ class ModelLimits:
             return ""
         base, _, adapter = name.rpartition(":")
         if base in names and adapter in self.adapters:
-            return adapter
-        first = ", ".join(self.adapters[:MAX_LISTED_ADAPTERS])
+            return self.adapters[adapter]
+        first = ", ".join(islice(self.adapters, MAX_LISTED_ADAPTERS))
         more = len(self.adapters) - MAX_LISTED_ADAPTERS
         also = f", also with the adapters {first}{f' and {more} more' if more > 0 else ''},"
         shown = repr(name) if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]!r}..."

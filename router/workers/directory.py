@@ -17,6 +17,7 @@ import grpc
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers import report
+from router.workers.adapters import offered_adapters
 from router.workers.cache_view import CacheView
 from router.workers.discovery import DiscoveryOptions
 from router.workers.placement import WorkerPlacement
@@ -162,18 +163,16 @@ class Directory:
         """Return the model's limits on these workers, those away now included.
 
         The context is that of the largest pair seen so far: smaller workers get only requests that
-        they can hold. The adapters are those of all workers.
+        they can hold. The adapters are those that workers offer.
         """
         version = self._worker_set.version
         if self._present is None or self._present[0] != version:
-            infos = (worker.info for worker in self.workers)
-            adapters = {name for info in infos if info is not None for name in info.adapters}
             self._present = (
                 version,
                 replace(
                     self._facts,
                     max_context_tokens=self._largest_pair(),
-                    adapters=tuple(sorted(adapters)),
+                    adapters=offered_adapters(self.workers),
                 ),
             )
         return self._present[1]

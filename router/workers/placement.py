@@ -12,6 +12,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
+from router.workers.adapters import with_adapter_loaded
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
 from router.workers.failed_links import FailedLinks
@@ -33,8 +34,8 @@ MOST_COMPARED = 64
 class _Linked(NamedTuple):
     """Prefill workers of one kind, each of which may feed each of these decode pools."""
 
-    sources: list[Worker]
-    pools: list[Worker]
+    sources: Sequence[Worker]
+    pools: Sequence[Worker]
 
 
 class _Chosen(NamedTuple):
@@ -105,8 +106,12 @@ class WorkerPlacement:
     ) -> WorkerPair | None:
         groups = [
             _Linked(
-                list(filter(request.has_room, group.sources)),
-                list(filter(request.has_room, group.pools)),
+                *(
+                    with_adapter_loaded(
+                        list(filter(request.has_room, each)), request.prompt.adapter
+                    )
+                    for each in (group.sources, group.pools)
+                )
             )
             for group in self._linked(sources, pools)
         ]
@@ -114,7 +119,7 @@ class WorkerPlacement:
 
     def awaits_prefill(self, request: PlacementRequest) -> bool:
         """Return whether decode pools have room for the request, so that it only waits for prefill."""
-        holding = self._workers.holding(WorkerRole.DECODE, request.context_tokens)
+        holding = self._any_kind(WorkerRole.DECODE, request)
         return any(map(request.has_room, holding))
 
     def caches_with_room(self, request: PlacementRequest) -> list[str]:
@@ -124,7 +129,7 @@ class WorkerPlacement:
         """
         if self._policy is not Policy.PREFIX_CACHE or not self.awaits_prefill(request):
             return []
-        holding = self._workers.holding(WorkerRole.PREFILL, request.context_tokens)
+        holding = self._any_kind(WorkerRole.PREFILL, request)
         return [worker.address for worker in filter(request.has_room, holding)]
 
     def num_cached(self, prompt: RoutedPrompt) -> Mapping[str, int]:
@@ -171,7 +176,7 @@ class WorkerPlacement:
             for worker in self._fitting(WorkerRole.PREFILL, request)
             if worker.has_queue_place
         ]
-        pools = self._workers.holding(WorkerRole.DECODE, request.context_tokens)
+        pools = self._any_kind(WorkerRole.DECODE, request)
         others = [worker for worker in pools if worker.address != lost]
         return self._book_pair(self._linked(sources, others), request) or self._book_pair(
             self._linked(sources, pools), request
@@ -207,7 +212,7 @@ class WorkerPlacement:
 
     def can_hold(self, request: PlacementRequest) -> bool:
         """Return whether some live pair is large enough, with room or not."""
-        sources = self._workers.holding(WorkerRole.PREFILL, request.context_tokens)
+        sources = self._any_kind(WorkerRole.PREFILL, request)
         digests = {worker.compatibility for worker in sources}
         return any(self._fitting(WorkerRole.DECODE, request.of_kind(digest)) for digest in digests)
 
@@ -333,6 +338,10 @@ class WorkerPlacement:
 
     def _cached(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
         return self._caches.cached(role, self._workers.usable[role], prompt, source)
+
+    def _any_kind(self, role: WorkerRole, request: PlacementRequest) -> Sequence[Worker]:
+        """Return the workers that fit but for their digest."""
+        return self._fitting(role, request.of_kind(""))
 
     def _fitting(self, role: WorkerRole, request: PlacementRequest) -> Sequence[Worker]:
         holding = self._workers.holding(role, request.context_tokens)

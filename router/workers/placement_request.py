@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from router.workers.adapters import has_adapter
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker
 from runtime.digests import may_pair
@@ -32,16 +33,12 @@ class PlacementRequest:
         return (
             snapshot.longest >= self.context_tokens
             and (not self.compatibility or may_pair(snapshot.compatibility, self.compatibility))
-            and (not self.prompt.adapter or _has_adapter(worker, self.prompt.adapter))
+            and has_adapter(worker, self.prompt.adapter)
         )
 
     def has_room(self, worker: Worker) -> bool:
         """Return whether the worker has room for the request now or soon."""
         return worker.snapshot.has_room(self.prompt.num_tokens, self.context_tokens)
-
-
-def _has_adapter(worker: Worker, adapter: str) -> bool:
-    return worker.info is not None and adapter in worker.info.adapters
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The folders of LoRA adapters, without their content."""
+"""The folders and names of LoRA adapters, without their content."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,17 @@ WEIGHTS = "adapter_model.safetensors"
 MAX_ADAPTERS = 64
 # Part of a model's name in the API, after a colon.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = "@"  # in no name
+
+
+def adapter_key(name: str, digest: str) -> str:
+    """Return what identifies an adapter of this name and content between processes."""
+    return f"{name}{_DIGEST}{digest}"
+
+
+def adapter_name(key: str) -> str:
+    """Return the name in the key of an adapter."""
+    return key.partition(_DIGEST)[0]
 
 
 def adapter_folders(folder: Path) -> list[Path]:
@@ -18,8 +29,7 @@ def adapter_folders(folder: Path) -> list[Path]:
     Hidden subfolders are ignored, and so are files.
 
     Raises:
-        ConfigError: there are none or more than `MAX_ADAPTERS`, or one has no adapter in it or no
-            valid name.
+        ConfigError: there are more than `MAX_ADAPTERS`, or one has no adapter in it or no valid name.
     """
     try:
         found = sorted(
@@ -27,19 +37,28 @@ def adapter_folders(folder: Path) -> list[Path]:
         )
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}", field="adapters") from error
-    if not 1 <= len(found) <= MAX_ADAPTERS:
+    if len(found) > MAX_ADAPTERS:
         raise ConfigError(
-            f"{folder} has {len(found)} folders of adapters; there must be 1 to {MAX_ADAPTERS}, each a "
+            f"{folder} has {len(found)} folders of adapters; there may be up to {MAX_ADAPTERS}, each a "
             f"subfolder with {CONFIG} and {WEIGHTS}",
             field="adapters",
         )
-    for path in found:
-        if _NAME.fullmatch(path.name) is None:
-            raise ConfigError(
-                f"{path.name[:80]!r} is no name of an adapter: up to 64 letters, digits, '.', '_' and '-'",
-                field="adapters",
-            )
-        missing = [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]
-        if missing:
-            raise ConfigError(f"{path} has no {' and no '.join(missing)}", field="adapters")
-    return found
+    return [adapter_folder(folder, path.name) for path in found]
+
+
+def adapter_folder(folder: Path, name: str) -> Path:
+    """Return the subfolder with the adapter of this name.
+
+    Raises:
+        ConfigError: there is none, or it is no name of an adapter.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{name[:80]!r} is no name of an adapter: up to 64 letters, digits, '.', '_' and '-'",
+            field="adapters",
+        )
+    path = folder / name
+    missing = [file for file in (CONFIG, WEIGHTS) if not (path / file).is_file()]
+    if missing:
+        raise ConfigError(f"{path} has no {' and no '.join(missing)}", field="adapters")
+    return path

@@ -13,6 +13,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from runtime.observe.metrics import (
+    AdapterMetrics,
     ArrivalMetrics,
     CacheMetrics,
     ClientMetrics,
@@ -44,6 +45,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (
     LeaderMetrics,
     PoolMetrics,
     HandoffMetrics,
+    AdapterMetrics,
 )
 # A stage that is not its pool's leader ("follower") has no request metrics.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {

@@ -700,6 +700,61 @@ class CacheMetrics:
 
 
 @dataclass(frozen=True)
+class AdapterMetrics:
+    """LoRA adapters of a pool."""
+
+    adapters: Gauge
+    num_bytes: Gauge
+    max_bytes: Gauge
+    requests: Gauge
+    loads: Counter
+    load_s: Histogram
+    evictions: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            adapters=_gauge(
+                registry,
+                "adapters",
+                "Adapters that requests may have, by state: loaded (in memory), or cold (loaded when a "
+                "request needs it).",
+                "state",
+            ),
+            num_bytes=_gauge(
+                registry, "adapter_memory_used_bytes", "Memory of the loaded adapters."
+            ),
+            max_bytes=_gauge(
+                registry, "adapter_memory_limit_bytes", "Memory for adapters (--adapters-mb)."
+            ),
+            requests=_gauge(
+                registry,
+                "adapter_requests",
+                "Requests that have an adapter, by its name; those that wait until it is loaded, too.",
+                "adapter",
+            ),
+            loads=_counter(
+                registry,
+                "adapter_loads",
+                "Loads of adapters while the pool serves, by result: loaded or failed.",
+                "result",
+                zeros=(("loaded",), ("failed",)),
+            ),
+            load_s=_histogram(
+                registry,
+                "adapter_load_seconds",
+                "Time to load an adapter on all stages, with the wait for memory.",
+                STAGE_S,
+            ),
+            evictions=_counter(
+                registry,
+                "adapter_evictions",
+                "Adapters that left memory because another one needed it.",
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class HandoffMetrics:
     """Handoffs, as the leader of one side sees them."""
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.core.layer_range import LayerRange
-from models.adapters import MAX_RANK, adapters_digest, read_adapters
+from engine.core.numerics import Numerics
+from models.adapters import MAX_RANK, read_adapters
 from models.loader import read_model
 from pool.check import report
 from pool.stage.config import WorkerConfig
@@ -107,7 +108,6 @@ def cut(path: Path, length: int) -> None:
         (lambda folder: rewrite(folder, dict.clear), "has no tensors"),
         (lambda folder: folder.rename(folder.with_name("a b")), "is no name of an adapter"),
         (lambda folder: folder.rename(folder.with_name("x" * 65)), "is no name of an adapter"),
-        (shutil.rmtree, f"must be 1 to {MAX_ADAPTERS}"),
         (
             lambda folder: [
                 (folder.parent / f"n{number}").mkdir() for number in range(MAX_ADAPTERS)
@@ -129,13 +129,17 @@ def test_a_bad_adapter_is_refused(copy: Path, change: Callable[[Path], Any], say
 def test_hidden_folders_and_files_are_no_adapters(copy: Path) -> None:
     (copy.parent / ".cache").mkdir()
     (copy.parent / "README.md").touch()
+    (copy.parent / "empty").mkdir()
+    assert read_adapters(copy.parent / "empty") == ()
+    (copy.parent / "empty").rmdir()
     assert [adapter.name for adapter in read_adapters(copy.parent)] == ["good"]
 
 
 def test_the_digest_covers_all_that_an_adapter_computes_with(copy: Path) -> None:
     def digest() -> str:
-        return adapters_digest(read_adapters(copy.parent))
+        return read_adapters(folder)[0].digest
 
+    folder = copy.parent
     found = [digest()]
     configure(copy, base_model_name_or_path="elsewhere", inference_mode=True)
     assert digest() == found[0], "what only names or trains it is ignored"
@@ -148,16 +152,31 @@ def test_the_digest_covers_all_that_an_adapter_computes_with(copy: Path) -> None
     copy.rename(copy.with_name("other"))
     found.append(digest())
     assert len(set(found)) == len(found)
-    assert adapters_digest(()) == ""
 
 
-def test_memory_counts_the_adapters_of_a_stage(copy: Path, checkpoint: CheckpointMaker) -> None:
-    plain = read_model(checkpoint("llama"))
-    adapted = replace(plain, adapters=read_adapters(copy.parent))
-    size = (copy / WEIGHTS).stat().st_size
-    for layers in (LayerRange(0, 4), LayerRange(1, 2)):
-        more = adapted.weight_bytes(layers) - plain.weight_bytes(layers)
-        assert more == round(size * len(layers) / 4)
+def test_memory_counts_the_room_for_adapters(copy: Path, checkpoint: CheckpointMaker) -> None:
+    config = WorkerConfig(model=checkpoint("llama", dtype=torch.bfloat16), num_pages=8)
+    plain = plan_stage(config).description
+    for given, megabytes in ((None, 64), (3, 3)):
+        settings = {"adapters": copy.parent, "adapters_mb": given}
+        adapted = plan_stage(config.model_copy(update=settings)).description
+        for layers in (LayerRange(0, 4), LayerRange(1, 2)):
+            more = adapted.weight_bytes(layers) - plain.weight_bytes(layers)
+            assert more == (megabytes << 20) * len(layers) // 4
+
+
+def test_a_stage_loads_the_first_adapters_that_fit(copy: Path, checkpoint: CheckpointMaker) -> None:
+    for name in ("better", "worse"):
+        shutil.copytree(copy, copy.parent / name)
+    model = read_model(checkpoint("llama"))
+    adapters = read_adapters(copy.parent)
+    each = model.bytes_of(adapters[0])
+    assert each == sum(tensor.nbytes for tensor in load_file(copy / WEIGHTS).values())
+    for room, count in ((3 * each, 3), (3 * each - 1, 2), (each, 1), (each - 1, 0), (None, 3)):
+        known = replace(model, adapters=adapters, adapter_bytes=room)
+        assert known.first_adapters == adapters[:count]
+        stage = known.load_stage(LayerRange(0, 1), numerics=Numerics.EXACT)
+        assert stage.adapters.rows.names == tuple(adapter.key for adapter in adapters[:count])
 
 
 @pytest.mark.parametrize(
@@ -171,16 +190,14 @@ def test_layouts_without_adapters_are_named(
         plan_stage(config)
 
 
-def test_pools_and_stages_compare_their_adapters(copy: Path, checkpoint: CheckpointMaker) -> None:
+def test_stages_compare_the_room_for_adapters(copy: Path, checkpoint: CheckpointMaker) -> None:
     config = WorkerConfig(model=checkpoint("llama"), num_pages=8)
     plain = plan_stage(config)
-    adapted = plan_stage(config.model_copy(update={"adapters": copy.parent}))
-    configure(copy, lora_alpha=17)
-    other = plan_stage(config.model_copy(update={"adapters": copy.parent}))
-    assert plain.adapter_names == ()
-    assert adapted.adapter_names == other.adapter_names == ("good",)
-    for theirs in (plain, other):
-        with pytest.raises(IncompatiblePeerError, match="adapters is"):
+    settings = {"adapters": copy.parent}
+    adapted = plan_stage(config.model_copy(update=settings))
+    wider = plan_stage(config.model_copy(update={**settings, "adapters_mb": 65}))
+    for theirs in (plain, wider):
+        with pytest.raises(IncompatiblePeerError, match="adapter_bytes is"):
             check_settings(adapted.settings, theirs.settings)
 
 

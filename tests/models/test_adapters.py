@@ -123,6 +123,7 @@ def answers(
     description: ModelDescription, names: list[str], num_stages: int = 1, tp: int = 1
 ) -> list[list[SampledToken]]:
     """Return the output for one prompt per adapter, all at once."""
+    keys = {"": "", **{adapter.name: adapter.key for adapter in description.adapters}}
     requests = [
         Request(
             f"r{place}",
@@ -130,7 +131,7 @@ def answers(
             6,
             SamplingParams(temperature=0.8 * (place % 2), seed=place),
             num_top_logprobs=3,
-            adapter=name,
+            adapter=keys[name],
         )
         for place, name in enumerate(names)
     ]
@@ -179,6 +180,6 @@ def test_an_adapter_of_another_model_is_refused(
     write_adapter(tmp_path / "x", checkpoint("qwen3_5_text"), seed=1)
     description = with_adapters(checkpoint("llama"), tmp_path)
     with pytest.raises(
-        ConfigError, match=r"x update what Baton cannot update in this model: layers\.0"
+        ConfigError, match=r"adapter x updates what Baton cannot update in this model: layers\.0"
     ):
         description.load_stage(LayerRange(0, 2), numerics=Numerics.EXACT)

@@ -46,6 +46,7 @@ from runtime.errors import (
 )
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
+from tests.support.pool.adapters import no_adapters
 from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
 from tests.support.pool.local_pool import call
 from tests.support.pool.streams import Stream, call_tracker, prefill_call
@@ -125,6 +126,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
             meters=LeaderMeters.create(CollectorRegistry(), geometry),
             post=post,
             switch=RoleSwitch(("prefill",), ("prefill",)),
+            adapters=no_adapters(),
             chunk_tokens=8,
         ),
         call_tracker(),

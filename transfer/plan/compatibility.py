@@ -26,7 +26,6 @@ def compatibility(
     draft_revision: str = "",
     config: str = "",
     tensors: str = "",
-    adapters: str = "",
 ) -> Compatibility:
     """Return the compatibility of a pool: the meaning of its bytes.
 
@@ -34,8 +33,7 @@ def compatibility(
     `specs` covers the whole model; caches that are not handed over are not compared. `weights` is
     how they are stored (`--weights`). `arithmetic` names the kernels and the instruction set on
     which bits depend, if bits are guaranteed. `max_context` is the limit that an operator set: if
-    one pool accepts a request, every compatible pool must be able to continue it. `adapters` is the
-    digest of the adapters, or "".
+    one pool accepts a request, every compatible pool must be able to continue it.
     """
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
@@ -48,7 +46,6 @@ def compatibility(
         f"page_size={page_size}",
         f"max_context={max_context}",
         f"kept={weights}",
-        *([f"adapters={adapters}"] if adapters else []),
     ]
     digest = pairing_digest(
         _digest([*header, *_lines(model)]),
@@ -58,7 +55,7 @@ def compatibility(
         f"schema {SCHEMA_VERSION}, config {config[:12] or 'unknown'}, weights {(tensors or revision)[:12]}, "
         f"kept as {weights}, numerics {numerics}, arithmetic {arithmetic}, "
         f"page size {page_size}, max context {max_context}, "
-        f"{f'adapters {adapters[:12]}, ' if adapters else ''}{_describe(model)}"
+        f"{_describe(model)}"
     )
     return Compatibility(
         digest, f"{text}, draft {draft_revision[:12]}, {_describe_draft(draft)}" if draft else text

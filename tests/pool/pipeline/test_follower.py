@@ -160,6 +160,7 @@ async def joined() -> AsyncIterator[Rig]:
             weights=StageDigests("0" * 32),
             drafter=None,
             ranks=StageRanks(),
+            adapters=None,
         ),
     )
     engine = FollowerEngine(

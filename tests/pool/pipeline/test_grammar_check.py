@@ -40,16 +40,20 @@ async def asked(link: StageLink) -> pb.CheckGrammar:
     return response.check_grammar
 
 
+def answer(group: StageGroup, checked: pb.GrammarChecked) -> None:
+    group.stage_answered(1, pb.JoinRequest(grammar_checked=checked))
+
+
 async def test_the_last_stage_checks_and_its_result_is_returned() -> None:
     group, links = formed()
     checks = [asyncio.create_task(group.check(WORD)) for _ in range(3)]
     ids = [await asked(links[-1]) for _ in checks]
     assert links[0].window.empty()
     assert {found.grammar.regex for found in ids} == {WORD.text}
-    group.grammar_checked(pb.GrammarChecked(check_id=ids[1].check_id, problem="no", refused=True))
-    group.grammar_checked(pb.GrammarChecked(check_id=ids[0].check_id))
-    group.grammar_checked(pb.GrammarChecked(check_id=ids[2].check_id, problem="busy"))
-    group.grammar_checked(pb.GrammarChecked(check_id=999))
+    answer(group, pb.GrammarChecked(check_id=ids[1].check_id, problem="no", refused=True))
+    answer(group, pb.GrammarChecked(check_id=ids[0].check_id))
+    answer(group, pb.GrammarChecked(check_id=ids[2].check_id, problem="busy"))
+    answer(group, pb.GrammarChecked(check_id=999))
     await checks[0]
     with pytest.raises(InvalidRequestError, match=r"structured_output\.regex: no"):
         await checks[1]

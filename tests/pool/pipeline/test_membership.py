@@ -52,7 +52,7 @@ class Observer:
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
         self.log.append(f"{rank} says {event.session_id} {event.state}")
 
-    def grammar_checked(self, answer: pb.GrammarChecked) -> None: ...
+    def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None: ...
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         self.log.append(f"leaving {link.rank} in {grace_s:g} s")

@@ -42,11 +42,3 @@ def test_lists_are_measured_before_they_are_looked_through(
     ]
     assert f"has {count} entries, the limit is {limit}" in found
     assert not any("vocabulary" in description for description in found)
-
-
-def test_an_adapter_must_be_one_of_the_pool() -> None:
-    given = types_pb2.EngineRequest(prompt_token_ids=[1, 2], max_tokens=1, adapter="a")
-    sizes = {"vocab_size": VOCAB_SIZE, "max_context_tokens": CONTEXT}
-    assert request_from_proto(given, **sizes, adapters=("b", "a")).adapter == "a"
-    with pytest.raises(InvalidRequestError, match="'a' is not an adapter of this pool"):
-        request_from_proto(given, **sizes, adapters=("b",))

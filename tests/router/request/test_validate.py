@@ -551,7 +551,9 @@ async def test_bad_input_reaches_no_worker_and_leaves_nothing() -> None:
 )
 async def test_a_model_name_may_name_an_adapter(name: str, adapter: str | None) -> None:
     model = served_model()
-    facts = replace(model.facts, aliases=("little", "with:colon"), adapters=("a", "b.1"))
+    facts = replace(
+        model.facts, aliases=("little", "with:colon"), adapters={"a": "a@1", "b.1": "b.1@2"}
+    )
     request = good()
     plain = await check(request, replace(model, facts=facts))
     request.model = name
@@ -560,5 +562,6 @@ async def test_a_model_name_may_name_an_adapter(name: str, adapter: str | None) 
             await check(request, replace(model, facts=facts))
         return
     found = await check(request, replace(model, facts=facts))
-    assert found.engine.adapter == found.prompt.adapter == adapter
+    key = facts.adapters[adapter] if adapter else ""
+    assert found.engine.adapter == found.prompt.adapter == key
     assert (found.prompt.digest == plain.prompt.digest) is (adapter == "")

@@ -31,7 +31,13 @@ class Reference:
         )
 
     def answers(self, requests: list[Request]) -> list[list[tuple[int, float | None]]]:
-        """Return (token id, logprob) per request; the page size is the clusters' default."""
+        """Return (token id, logprob) per request; the page size is the clusters' default. Requests
+        name their adapters as clients do."""
+        keys = {adapter.name: adapter.key for adapter in self._description.adapters}
+        requests = [
+            replace(request, adapter=keys[request.adapter]) if request.adapter else request
+            for request in requests
+        ]
         with local_pool(
             self._description, page_size=64, num_pages=200, max_running=len(requests)
         ) as pool:

@@ -60,9 +60,14 @@ class StageDriver:
             num_pages=num_sequences * pages_each + 1,
             num_slots=num_sequences + 1,
         )
-        self.adapters: dict[int, str] = {}  # of sequences that have one
+        self._keys = {adapter.name: adapter.key for adapter in model.adapters}
+        self.adapters: dict[int, str] = {}  # names of sequences that have one
         self.layers_done: list[int] = []
         self.contexts = [self._context(model, stage, page_size) for stage in self.stages]
+
+    def _key(self, row: int) -> str:
+        name = self.adapters.get(row, "")
+        return self._keys.get(name, name)
 
     def prefill(self, rows: dict[int, list[int]], *, samples: bool = True) -> Tensor:
         """Append each sequence's tokens as one chunk; returns logits [rows, vocab] of the last
@@ -99,7 +104,7 @@ class StageDriver:
             page_tables=self._tables[index],
             slot_ids=(index + 1).int(),
             sampling=(drawn,) * len(rows),
-            adapters=tuple(self.adapters.get(row, "") for row in rows) if self.adapters else (),
+            adapters=tuple(map(self._key, rows)) if self.adapters else (),
         )
 
     def forget(self, row: int) -> None:

@@ -37,6 +37,7 @@ from runtime.digests import Compatibility
 from runtime.observe.metrics import ArrivalMetrics, CacheMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
+from tests.support.pool.adapters import no_adapters
 from tests.support.pool.local_pool import call
 from tests.support.pool.streams import SharedCall, Stream, call_tracker, decode_call
 from tests.support.transfer.handoff import Pool
@@ -282,6 +283,7 @@ async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
         meters=LeaderMeters.create(registry, geometry),
         post=post,
         switch=RoleSwitch(("decode",), ("decode",)),
+        adapters=no_adapters(),
         arrivals=ArrivalMetrics.create(registry),
         caches=caches,
     )

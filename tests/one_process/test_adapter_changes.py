@@ -1,0 +1,135 @@
+"""Adapters that are loaded, replaced and unloaded while requests run: nothing is lost, and every answer
+has the bits of one version of its adapter."""
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.adapters import AdapterOnWorker, change_adapters
+from baton.client import AsyncBatonClient
+from engine.core.request import Request
+from runtime.errors import UnknownModelError
+from runtime.security.access import ChannelSecurity
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
+from tests.support.models.adapters import write_adapter
+from tests.support.models.checkpoints import make_checkpoint
+
+QUESTIONS = make_questions(5, seed=45, max_prompt=150, max_tokens=10)
+NUMBERS = itertools.count()
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"prefill_pp": 2, "decode_pp": 3}),
+    ("qwen3_5_text", {"prefill_tp": 2, "decode_pp": 2}),
+    ("llama", {"worker": {}, "worker_pp": 2, "worker_tp": 2}),
+]
+
+
+def with_adapter(name: str, questions: Sequence[Request] = QUESTIONS) -> list[Request]:
+    return [replace(question, adapter=name) for question in questions]
+
+
+async def ask(client: AsyncBatonClient, questions: Sequence[Request]) -> list[Shown]:
+    answers = await asyncio.gather(
+        *(
+            client.complete(
+                as_query(replace(question, request_id=f"r{next(NUMBERS)}")), timeout_s=60
+            )
+            for question in questions
+        )
+    )
+    return [shown(answer) for answer in answers]
+
+
+async def change(client: AsyncBatonClient, **changed: str) -> list[AdapterOnWorker]:
+    """Change the adapters of all workers, each of which must do it."""
+    found = await change_adapters(client.targets[0], ChannelSecurity(), **changed)
+    assert [each.error for each in found] == [""] * len(found)
+    return found
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
+async def test_changes_lose_no_request_and_change_no_bit(
+    family: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    old, new, folder = (tmp_path / name for name in ("old", "new", "adapters"))
+    for seed, path in enumerate((old / "a", new / "a", new / "b")):
+        write_adapter(path, model, seed=seed, rank=5 + seed)
+    plain = on_the_wire(Reference(model).answers(QUESTIONS))
+    first = on_the_wire(Reference(model, adapters=old).answers(with_adapter("a")))
+    second = on_the_wire(Reference(model, adapters=new).answers(with_adapter("a")))
+    other = on_the_wire(Reference(model, adapters=new).answers(with_adapter("b")))
+    shutil.copytree(old, folder)
+    wanted: list[list[list[Shown]]] = [[plain], [first]]
+
+    async def stream(client: AsyncBatonClient, which: int) -> int:
+        """Ask again and again; return how often."""
+        count = 0
+        while wanted:
+            given = await ask(client, with_adapter("a" if which else ""))
+            for answer, *allowed in zip(given, *(wanted or ends)[which], strict=True):
+                assert answer in allowed
+            count += 1
+        return count
+
+    async with cluster_in_process(model, adapters=folder, chunk_tokens=64, **layout) as client:
+        assert (await client.model_info()).adapters == ("a",)
+        streams = [asyncio.create_task(stream(client, which)) for which in range(2)]
+        shutil.copytree(new / "b", folder / "b")
+        with pytest.raises(UnknownModelError, match="also with the adapters a, is"):
+            await ask(client, with_adapter("b"))
+        assert {each.state for each in await change(client, load="b")} == {"loaded"}
+        await until_adapters(client, ("a", "b"))
+        assert await ask(client, with_adapter("b")) == other
+        wanted[1] = [first, second]
+        shutil.rmtree(folder / "a")
+        shutil.copytree(new / "a", folder / "a")
+        await change(client, load="a")
+        async with asyncio.timeout(30):
+            while await ask(client, with_adapter("a")) != second:
+                pass
+        states = {(each.name, each.state) for each in await change(client)}
+        assert states == {("a", "loaded"), ("a", "retired"), ("b", "loaded")}
+        await change(client, unload="b")
+        await until_adapters(client, ("a",))
+        with pytest.raises(UnknownModelError, match="also with the adapters a, is"):
+            await ask(client, with_adapter("b"))
+        ends = list(wanted)
+        wanted.clear()
+        assert min(await asyncio.gather(*streams)) > 0
+
+
+async def until_adapters(client: AsyncBatonClient, names: tuple[str, ...]) -> None:
+    async with asyncio.timeout(30):
+        while (await client.model_info()).adapters != names:
+            await asyncio.sleep(0.01)
+
+
+async def test_more_adapters_than_fit_take_turns_in_memory(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    names = [f"adapter-{number}" for number in range(5)]
+    for seed, name in enumerate(names):
+        write_adapter(tmp_path / "adapters" / name, model, seed=seed, rank=32)
+    reference = Reference(model, adapters=tmp_path / "adapters")
+    asked = [with_adapter(name)[place] for place, name in enumerate(names)]
+    expected = on_the_wire(reference.answers(asked))
+    async with cluster_in_process(
+        model, adapters=tmp_path / "adapters", adapters_mb=1, decode_pp=2
+    ) as client:
+        found = await change(client)
+        for address in {each.address for each in found}:
+            own = [each for each in found if each.address == address]
+            assert [each.name for each in own] == names
+            loaded = sum(each.num_bytes for each in own if each.state == "loaded")
+            assert 0 < loaded <= 1 << 20 < sum(each.num_bytes for each in own)
+        for _ in range(4):
+            assert await ask(client, asked) == expected
