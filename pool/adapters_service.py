@@ -11,7 +11,7 @@ from protos import adapters_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
+class PoolAdaptersService(adapters_pb2_grpc.AdaptersServicer):
     """The gRPC servicer of the Adapters service of one pool."""
 
     def __init__(self, adapters: PoolAdapters) -> None:

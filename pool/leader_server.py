@@ -4,7 +4,7 @@ import asyncio
 
 from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
-from pool.adapters_service import AdaptersService
+from pool.adapters_service import PoolAdaptersService
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.request.adapter_memory import StagesAdapters
@@ -77,7 +77,9 @@ class LeaderServer:
             stage.plan.description,
             () if stage.adapters is None else stage.adapters.keys,
             StagesAdapters(
-                self._leader.hold_adapters,
+                lambda keys: self._leader.group.hold_adapters(
+                    stage.adapters, keys, self._leader.loop.submit
+                ),
                 lambda key: self._leader.loop.submit(lambda: self._role.ranks.has_adapter(key)),
             ),
             AdapterMetrics.create(process.registry),
@@ -143,7 +145,7 @@ class LeaderServer:
         self._role.add_service(server, self._parts)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service, server.grpc)
         adapters_pb2_grpc.add_AdaptersServicer_to_server(
-            AdaptersService(self._adapters), server.grpc
+            PoolAdaptersService(self._adapters), server.grpc
         )
         if pipeline_service is not None:
             pipeline_pb2_grpc.add_PipelineServicer_to_server(pipeline_service, server.grpc)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from engine.memory.budget import describe_pools
 from engine.sampling.guided import GuidedSampler
 from pool.leader_server import LeaderServer
-from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.follower import Follower
+from pool.pipeline.follower_engine import FollowerEngine
 from pool.pipeline.group import SessionReports
 from pool.pipeline.join import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel

@@ -14,8 +14,6 @@ those pages to other requests.
 
 import asyncio
 import logging
-import queue
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,15 +22,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.core.batch import ForwardBatch
-from engine.pipeline.stages import FollowerStage
-from engine.sampling.sampler import RequestSampler
 from pool.pipeline.adapters import AdaptersOfFollower
+from pool.pipeline.follower_engine import FollowerEngine
 from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
 from pool.pipeline.join import JoinReports, JoinStream
 from pool.pipeline.membership import weights_to_proto
-from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
@@ -41,9 +36,7 @@ from runtime.errors import (
     BatonError,
     DeadlineError,
     FieldViolation,
-    IntegrityError,
     InvalidRequestError,
-    PeerLostError,
 )
 from runtime.rpc.client import ChannelOptions, open_channel
 from runtime.rpc.redial import renew
@@ -64,119 +57,6 @@ SETTLE_S = 60.0  # seconds for the longest step; transfers are cut much earlier
 GOODBYE_S = 3.0  # seconds beyond the grace in which the leader hands requests back
 
 logger = logging.getLogger(__name__)
-
-
-class FollowerEngine:
-    """The engine thread of a follower.
-
-    It serves frames while the pool is formed, and waits for orders otherwise. The thread calls
-    `on_connected` when the channel takes frames of a forming. It calls `on_broken` when an error
-    has ended the serving and the pool must form again.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        sampler: RequestSampler,
-        channel: PoolChannel,
-        *,
-        rank: int,
-        size: int,
-        on_step: Callable[[float, ForwardBatch], None],
-        frame_timeout_s: float = 10,
-    ) -> None:
-        self._follower = FollowerStage(
-            stage.executor,
-            sampler,
-            channel,
-            rank=rank,
-            size=size,
-            drafter=stage.drafter,
-            on_step=on_step,
-            frame_timeout_s=frame_timeout_s,
-            ranks=stage.ranks,
-        )
-        self._ranks = stage.ranks
-        self._sampler = sampler
-        self._channel = channel
-        self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
-        self._formed = False
-        self._stopping = False
-        self.on_broken: Callable[[], object] = lambda: None
-        self.on_connected: Callable[[Forming], object] = lambda forming: None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def form(self, addresses: list[bytes], forming: Forming) -> None:
-        """Connect the batch channel for a new forming of the pool. Any thread."""
-        self._order(lambda: self._connect(addresses, forming))
-
-    def leave(self) -> Future[None]:
-        """Stop serving until the pool is formed again. Any thread.
-
-        Return a future that is done when the running step is over.
-        """
-        left: Future[None] = Future()
-        left.set_running_or_notify_cancel()  # a waiter cannot cancel it
-        self._ranks.abandon()
-        self._order(lambda: self._leave(left))
-        return left
-
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Run `call` between two steps. Any thread."""
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()
-
-        def run() -> None:
-            call()
-            done.set_result(None)
-
-        self._order(run)
-        return done
-
-    def stop(self, timeout_s: float = 10) -> None:
-        self._order(self._stop)
-        self._thread.join(timeout_s)
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.put_nowait(order)
-        self._channel.wake()
-
-    def _connect(self, addresses: list[bytes], forming: Forming) -> None:
-        self._channel.connect(addresses, forming)
-        self._ranks.use(self._channel, self._channel.parts)
-        self._sampler.reset()  # a new leader starts its request keys again
-        self._formed = True
-        self.on_connected(forming)
-
-    def _leave(self, left: Future[None]) -> None:
-        self._formed = False
-        left.set_result(None)
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _run(self) -> None:
-        while not self._stopping:
-            try:
-                if not self._formed:
-                    self._orders.get()()
-                    continue
-                self._follower.step(1.0)
-                while not self._orders.empty():
-                    self._orders.get_nowait()()
-            except (PeerLostError, IntegrityError) as error:
-                logger.warning("the pool broke: %s", error)
-                self._break()
-            except Exception:  # at the edge of the thread, every error must be reported to the pool
-                logger.exception("stage step failed")
-                self._break()
-
-    def _break(self) -> None:
-        self._formed = False
-        self.on_broken()
 
 
 class Follower:

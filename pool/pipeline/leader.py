@@ -275,10 +275,6 @@ class Leader:
     def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
         self.group.stage_answered(rank, answer)
 
-    async def hold_adapters(self, keys: Sequence[str]) -> None:
-        """Have all stages hold exactly these adapters, as `AdaptersOfStages.hold` does."""
-        await self.group.hold_adapters(self._stage.adapters, keys, self.loop.submit)
-
     def _know_weights(self, links: list[StageLink]) -> None:
         every = [self._stage.weights, *(link.weights for link in links)]
         # The ranks of a stage have read the same weights.

@@ -87,13 +87,13 @@ class PoolAdapters:
         return [version.status() for _, version in sorted(self._known.items())]
 
     def check(self, key: str) -> None:
-        """Check that a request may have this adapter; "" is none.
+        """Check that a request may have this adapter.
 
         Raises:
             UnavailableError: it may not, or not any more. Another worker may have the adapter.
         """
         version = self._known.get(key)
-        if key and (version is None or version.problem):
+        if version is None or version.problem:
             raise UnavailableError(
                 f"this pool does not have the adapter {adapter_name(key)[:80]!r} in the version that "
                 f"the request asks for{f': {version.problem}' if version is not None else ''}"
@@ -101,15 +101,12 @@ class PoolAdapters:
 
     @asynccontextmanager
     async def leased(self, key: str) -> AsyncIterator[None]:
-        """Have an adapter in memory for the length of the block; "" is none.
+        """Have an adapter in memory for the length of the block.
 
         Raises:
             UnavailableError: it cannot be loaded.
             CapacityError: requests use all memory for adapters.
         """
-        if not key:
-            yield
-            return
         self.check(key)
         version = self._known[key]
         self._memory.lease(version, 1)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -261,7 +262,8 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
         vocab_size=parts.plan.description.facts.vocab_size,
         max_context_tokens=parts.plan.size.context_tokens,
     )
-    parts.adapters.check(request.adapter)
+    if request.adapter:
+        parts.adapters.check(request.adapter)
     note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
     return request
 
@@ -275,7 +277,7 @@ async def serve(
         BatonError: as `check_grammar`, `PoolAdapters.leased`, `begin` and `RequestHandler.run` do.
     """
     await check_grammar(request, parts.grammars)
-    async with parts.adapters.leased(request.adapter):
+    async with parts.adapters.leased(request.adapter) if request.adapter else nullcontext():
         handler = await begin()
         try:
             await handler.run()

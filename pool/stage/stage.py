@@ -86,8 +86,7 @@ def build_stage(
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
     pools = StagePools(plan.geometry, device=str(backends.device))
     speculation = plan.speculation
-    digest, draft_digest = WeightsDigest(), WeightsDigest()
-    place = config.placement
+    digest, draft_digest, place = WeightsDigest(), WeightsDigest(), config.placement
     overlap = Overlap(config.overlap_tokens) if config.overlap_tokens else None
     ranks = StageRanks(
         place.tensor,
@@ -124,10 +123,16 @@ def build_stage(
         backends.device,
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
-        None
-        if config.adapters is None
-        else LoadedAdapters(config.adapters, plan.description, model, executor.forget_adapter),
+        _adapters(config, plan, model, executor),
     )
+
+
+def _adapters(
+    config: WorkerConfig, plan: StagePlan, model: DecoderStage, executor: StageExecutor
+) -> LoadedAdapters | None:
+    if config.adapters is None:
+        return None
+    return LoadedAdapters(config.adapters, plan.description, model, executor.forget_adapter)
 
 
 def _agent(

@@ -28,14 +28,12 @@ def offered_adapters(workers: Iterable[Worker]) -> dict[str, str]:
 
 
 def has_adapter(worker: Worker, key: str) -> bool:
-    """Return whether a request with this adapter may run on the worker; "" is none."""
-    return not key or (worker.info is not None and key in worker.info.adapters)
+    """Return whether a request with this adapter may run on the worker."""
+    return worker.info is not None and key in worker.info.adapters
 
 
 def with_adapter_loaded(workers: Sequence[Worker], key: str) -> Sequence[Worker]:
     """Return the workers that have the adapter in memory, or all if none has it."""
-    if not key:
-        return workers
     loaded = [
         worker
         for worker in workers

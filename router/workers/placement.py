@@ -105,17 +105,17 @@ class WorkerPlacement:
         self, sources: Sequence[Worker], pools: Sequence[Worker], request: PlacementRequest
     ) -> WorkerPair | None:
         groups = [
-            _Linked(
-                *(
-                    with_adapter_loaded(
-                        list(filter(request.has_room, each)), request.prompt.adapter
-                    )
-                    for each in (group.sources, group.pools)
-                )
-            )
+            _Linked(self._ready(group.sources, request), self._ready(group.pools, request))
             for group in self._linked(sources, pools)
         ]
         return self._book_pair(groups, request)
+
+    @staticmethod
+    def _ready(workers: Sequence[Worker], request: PlacementRequest) -> Sequence[Worker]:
+        """Return the workers with room, only those with the adapter in memory if there are any."""
+        found = list(filter(request.has_room, workers))
+        adapter = request.prompt.adapter
+        return with_adapter_loaded(found, adapter) if adapter else found
 
     def awaits_prefill(self, request: PlacementRequest) -> bool:
         """Return whether decode pools have room for the request, so that it only waits for prefill."""

@@ -33,7 +33,7 @@ class PlacementRequest:
         return (
             snapshot.longest >= self.context_tokens
             and (not self.compatibility or may_pair(snapshot.compatibility, self.compatibility))
-            and has_adapter(worker, self.prompt.adapter)
+            and (not self.prompt.adapter or has_adapter(worker, self.prompt.adapter))
         )
 
     def has_room(self, worker: Worker) -> bool:

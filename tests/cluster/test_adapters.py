@@ -1,5 +1,9 @@
 """Adapters in whole clusters of processes: as models of the HTTP API, and while a worker dies."""
 
+import asyncio
+import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +61,37 @@ async def test_adapters_are_models_over_http(tmp_path: Path) -> None:
                     )
                     assert got.choices[0].message.content == answer.text
                     assert got.model == model
+        await operate(str(running.cluster.address), tmp_path)
         await running.until_clean()
+
+
+async def operate(router: str, folder: Path) -> None:
+    """List, load and unload adapters as an operator does, while the cluster serves."""
+    shutil.copytree(folder / "one", folder / "three")
+    for arguments, states in (
+        ((), ["one loaded", "two loaded"]),
+        (("--load", "three"), ["three loaded"]),
+        (("--unload", "one"), ["one retired"]),
+        ((), ["one retired", "three loaded", "two loaded"]),
+    ):
+        code, lines = await baton("adapters", "--target", router, *arguments)
+        assert code == 0
+        assert [" ".join(line.split()[2:4]).rstrip(",") for line in lines] == states
+        assert all(line.endswith(" MiB, 0 requests") for line in lines)
+    code, lines = await baton("adapters", "--target", router, "--load", "four", "--json")
+    assert code == 1
+    assert ["four has no adapter_config.json" in json.loads(line)["error"] for line in lines] == [
+        True
+    ]
+
+
+async def baton(*arguments: str) -> tuple[int | None, list[str]]:
+    """Run the command; return its exit code and its lines."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    return process.returncode, output.decode().splitlines()
 
 
 async def test_a_killed_stage_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
     "/baton.v1.Worker/Watch": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Worker/FlushCache": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Worker/SetRoles": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Adapters/LoadAdapter": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Adapters/UnloadAdapter": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Adapters/ListAdapters": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Generation/FlushCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Pipeline/Join": ({PeerRole.PREFILL}, {PeerRole.DECODE}),
 }

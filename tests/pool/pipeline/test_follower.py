@@ -20,7 +20,8 @@ from engine.pipeline.ranks import StageRanks
 from engine.sampling.guided import GuidedSampler
 from models.weights_digest import StageDigests
 from pool.pipeline import follower as follower_module
-from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.follower import Follower
+from pool.pipeline.follower_engine import FollowerEngine
 from pool.pipeline.join import JoinReports
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel
