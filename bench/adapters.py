@@ -3,7 +3,8 @@
 Steps of a random model of Qwen3-0.6B's shape, in one process, by turns: without adapters, with
 adapters that no row uses, with one adapter for all rows, and with an adapter of its own for every
 row. Adapters update all linear layers. Every ratio is the median over the rounds of the time
-divided by the time of the same work without adapters in the same round.
+divided by the time of the same work without adapters in the same round. `decode_loading` is that of
+steps without adapters while another thread loads one.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,11 @@ from bench.report import OtherLoad, Value, render
 from engine.core.numerics import Numerics
 from models.adapters import read_adapters
 from models.loader import random_model
+from pool.stage.adapters import LoadedAdapters
 from runtime.model_files.adapter_folders import CONFIG, WEIGHTS
 
 PAGE_SIZE = 64
+MAX_LOADING = 64  # steps beside a load
 NUM_LAYERS, HIDDEN, INTERMEDIATE = 28, 1024, 3072
 # The outputs and inputs of the projections of a layer of `MODEL`.
 PROJECTIONS = {
@@ -67,7 +71,7 @@ def measure(
     """Return the ratios of decode steps of `rows` rows and of prompts of `prompt` tokens."""
     adapters = read_adapters(folder)
     names = [adapter.key for adapter in adapters]
-    size = max(prompt, context + 4 * (rounds + 1) * (steps + 1))
+    size = max(prompt, context + 4 * (rounds + 1) * (steps + 1) + rounds * (steps + MAX_LOADING))
     plain, adapted = (
         Ours(
             replace(random_model(MODEL), adapters=found),
@@ -98,7 +102,7 @@ def measure(
             if turn:
                 times.setdefault(f"prefill_{name}", []).append(prefill_s)
                 times.setdefault(f"decode_{name}", []).append(decode_s)
-    found: dict[str, Value] = {}
+    found = _loading(adapted, folder, rounds=rounds, steps=steps)
     for part in ("prefill", "decode"):
         base = times[f"{part}_plain"]
         found[f"{part}_plain_ms"] = round(1000 * statistics.median(base), 1)
@@ -106,6 +110,33 @@ def measure(
             pairs = zip(times[f"{part}_{name}"], base, strict=True)
             found[f"{part}_{name}"] = round(statistics.median(mine / its for mine, its in pairs), 3)
     return found
+
+
+def _loading(side: Ours, folder: Path, *, rounds: int, steps: int) -> dict[str, Value]:
+    """Return the time of a load beside decode steps, and the ratio of these steps."""
+    adapters = LoadedAdapters(folder, random_model(MODEL), side.model, lambda key: None)
+    side.adapters = ()
+    key = adapters.keys[-1]
+    times, ratios = list[float](), list[float]()
+    for _ in range(rounds):
+        base = statistics.median(side.decode(steps))
+        adapters.drop(key)
+        loading = adapters.loading.submit(_timed, adapters, key)
+        beside = list[float]()
+        while not loading.done():
+            beside += side.decode(1)
+        times.append(loading.result())
+        ratios.append(statistics.median(beside) / base)
+    return {
+        "load_ms": round(1000 * statistics.median(times), 1),
+        "decode_loading": round(statistics.median(ratios), 3),
+    }
+
+
+def _timed(adapters: LoadedAdapters, key: str) -> float:
+    started = time.perf_counter()
+    adapters.load(key)
+    return time.perf_counter() - started
 
 
 def main() -> int:

@@ -9,13 +9,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 
 from engine.core.layer_range import LayerRange
 from models.blocks.low_rank import LowRankFactors
@@ -81,28 +82,48 @@ class Adapter:
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of everything that the adapter computes with, in hex."""
-        digest = hashlib.blake2b(
-            json.dumps([self.name, sorted(self.scales.items())]).encode(), digest_size=16
-        )
-        with (self.folder / WEIGHTS).open("rb") as stream:
-            while piece := stream.read(_READ_BYTES):
-                digest.update(piece)
+        """Return a digest of everything that the adapter computes with, in hex.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        digest = self._new_digest()
+        try:
+            with (self.folder / WEIGHTS).open("rb") as stream:
+                while piece := stream.read(_READ_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise _damaged(self.folder / WEIGHTS, error) from error
         return digest.hexdigest()
 
-    def factors(self, module: str) -> LowRankFactors:
-        """Return the factors of a module.
+    def read(self) -> tuple[str, Callable[[str], LowRankFactors]]:
+        """Return the key, and a reader of the factors of a module.
+
+        Both are of one reading of the file, which may be replaced at any time.
 
         Raises:
             ConfigError: the file is damaged.
         """
-        file = self.folder / WEIGHTS
+        file, digest = self.folder / WEIGHTS, self._new_digest()
         try:
-            with safe_open(file, "pt") as tensors:
-                down, up = (tensors.get_tensor(key).float() for key in self.modules[module])
-        except (SafetensorError, OSError) as error:
+            content = file.read_bytes()
+            digest.update(content)
+            tensors = load(content)
+            found = {
+                module: [tensors[key] for key in keys] for module, keys in self.modules.items()
+            }
+        except (SafetensorError, OSError, KeyError) as error:
             raise _damaged(file, error) from error
-        return LowRankFactors(down, up * self.scales[module])
+
+        def factors(module: str) -> LowRankFactors:
+            down, up = (tensor.float() for tensor in found[module])
+            return LowRankFactors(down, up * self.scales[module])
+
+        return adapter_key(self.name, digest.hexdigest()), factors
+
+    def _new_digest(self) -> "hashlib.blake2b":
+        settings = json.dumps([self.name, sorted(self.scales.items())])
+        return hashlib.blake2b(settings.encode(), digest_size=16)
 
 
 def read_adapters(folder: Path) -> tuple[Adapter, ...]:
@@ -120,15 +141,17 @@ class StageFactors:
     def __init__(
         self,
         adapter: Adapter,
+        read: Callable[[str], LowRankFactors],
         layers: LayerRange,
         num_layers: int,
         other_names: Sequence[tuple[str, str]],
     ) -> None:
         """Create the source for `layers` of a model with `num_layers` layers.
 
-        `other_names` are those of `DecoderSpec`.
+        `read` is the reader of the adapter. `other_names` are those of `DecoderSpec`.
         """
         self._adapter = adapter
+        self._read = read
         self._modules: dict[str, str] = {}
         for module in adapter.modules:
             name = without_prefix(module.removeprefix(_PEFT_PREFIX), other_names)
@@ -152,7 +175,7 @@ class StageFactors:
         if module not in self._modules:
             return None
         self._taken.add(module)
-        return self._adapter.factors(self._modules[module])
+        return self._read(self._modules[module])
 
     def finish(self) -> None:
         """Implement `FactorSource.finish`."""

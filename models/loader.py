@@ -231,16 +231,22 @@ class ModelDescription:
         """Return the bytes of the factors of all layers in the model's dtype."""
         return adapter.num_values * _torch_dtype(self.facts.dtype).itemsize
 
-    def load_adapter(self, stage: DecoderStage, adapter: Adapter) -> None:
+    def load_adapter(self, stage: DecoderStage, adapter: Adapter, key: str = "") -> None:
         """Load the factors of the stage's layers; the adapter is named by its key.
 
         Raises:
-            ConfigError: it does not fit the model, or its file is damaged. Nothing has changed then.
+            ConfigError: it does not fit the model, its file is damaged, or it does not have `key`, if
+                that is given. Nothing has changed then.
         """
-        stage.adapters.load(
-            adapter.key,
-            StageFactors(adapter, stage.layer_range, self.facts.num_layers, self.spec.other_names),
-        )
+        found, read = adapter.read()
+        if key and found != key:
+            raise ConfigError(
+                f"{adapter.folder} has another version of the adapter than {key}: {found}",
+                field="adapters",
+            )
+        num_layers, other_names = self.facts.num_layers, self.spec.other_names
+        source = StageFactors(adapter, read, stage.layer_range, num_layers, other_names)
+        stage.adapters.load(found, source)
 
     def _weights(
         self,

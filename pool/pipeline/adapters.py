@@ -35,7 +35,7 @@ async def hold_adapters(
             await on_engine(lambda key=key: adapters.drop(key))  # type: ignore[misc]
     for key in keys:
         if key not in adapters.keys:
-            await asyncio.to_thread(adapters.load, key)
+            await asyncio.get_running_loop().run_in_executor(adapters.loading, adapters.load, key)
 
 
 class AdaptersOfFollower:

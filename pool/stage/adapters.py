@@ -1,13 +1,17 @@
 """The adapters in the memory of a stage."""
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from models.adapters import Adapter, read_adapter
+from engine.kernels.host.codegen.compiled import use_one_thread
+from models.adapters import read_adapter
 from models.decoder import DecoderStage
 from models.loader import ModelDescription
-from runtime.errors import ConfigError
 from runtime.model_files.adapter_folders import adapter_folder, adapter_name
+
+NICENESS = 5  # of loads, added to that of the process
 
 
 class LoadedAdapters:
@@ -27,6 +31,8 @@ class LoadedAdapters:
         self._description = description
         self._model = model
         self._forget = forget
+        # Steps go first: on busy cores a load would otherwise take as much time from them as it needs.
+        self.loading = ThreadPoolExecutor(1, "adapters", initializer=_stand_back)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -34,30 +40,21 @@ class LoadedAdapters:
         return self._model.adapters.rows.names
 
     def load(self, key: str) -> None:
-        """Load an adapter while the stage serves. Any thread but that of the stage, one at a time.
+        """Load an adapter while the stage serves. For the thread of `loading`.
 
         Raises:
             ConfigError: the folder has no such adapter, or another version of it, or it does not fit
                 the model. Nothing has changed then.
         """
-        self._description.load_adapter(self._model, self._read(key))
-        try:
-            self._read(key)
-        except ConfigError:
-            # The file changed while it was read. No batch has had the adapter yet.
-            self._model.adapters.drop(key)
-            raise
+        adapter = read_adapter(adapter_folder(self._folder, adapter_name(key)))
+        self._description.load_adapter(self._model, adapter, key)
 
     def drop(self, key: str) -> None:
         """Release an adapter that no batch has any more. The thread of the stage."""
         self._forget(key)
         self._model.adapters.drop(key)
 
-    def _read(self, key: str) -> Adapter:
-        adapter = read_adapter(adapter_folder(self._folder, adapter_name(key)))
-        if adapter.key != key:
-            raise ConfigError(
-                f"{adapter.folder} has another version of the adapter than {key}: {adapter.key}",
-                field="adapters",
-            )
-        return adapter
+
+def _stand_back() -> None:
+    os.nice(NICENESS)  # of the calling thread
+    use_one_thread()

@@ -83,6 +83,16 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
         return None
 
 
+def use_one_thread() -> None:
+    """Have torch's operations and the kernels of the calling thread use no other threads.
+
+    Other threads keep theirs. `torch.set_num_threads` would change those that begin later.
+    """
+    torch.get_num_threads()  # torch sets this thread's number with the first operation
+    with suppress(AttributeError, OSError):  # no OpenMP, or a library with another name
+        ctypes.CDLL(str(_LIBRARY)).omp_set_num_threads(1)
+
+
 def parallel_address() -> int:
     """Return the address of GOMP_parallel; 0 if it is not available."""
     parallel = _gomp_parallel()
