@@ -14,7 +14,7 @@ from baton.cluster_config import demo_model
 from baton.values import ChatMessage, Query, Sampling, Stop
 from tests.cluster.test_death import survive
 from tests.support.cluster.clusters import running_cluster
-from tests.support.cluster.questions import make_questions, on_the_wire
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.models.adapters import write_adapter
 from tests.support.models.checkpoints import make_checkpoint
@@ -95,15 +95,37 @@ async def baton(*arguments: str) -> tuple[int | None, list[str]]:
 
 
 async def test_a_killed_stage_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:
+    """More adapters are asked for than fit in memory, so stages load and drop them all the time."""
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
-    names = ("one", "", "two")
-    for seed, name in enumerate(("one", "two")):
-        write_adapter(tmp_path / "adapters" / name, model, seed=seed)
+    names = ("one", "", "two", "three", "four", "five")
+    for seed, name in enumerate(name for name in names if name):
+        write_adapter(tmp_path / "all" / name, model, seed=seed, rank=32)
+    shutil.copytree(tmp_path / "all", tmp_path / "adapters")
+    shutil.rmtree(tmp_path / "adapters" / "five")
     questions = [
         replace(question, adapter=names[place % len(names)])
-        for place, question in enumerate(make_questions(9, seed=11, max_prompt=250, max_tokens=100))
+        for place, question in enumerate(make_questions(12, seed=11, max_prompt=250, max_tokens=60))
     ]
-    reference = Reference(model, adapters=tmp_path / "adapters")
-    expected = on_the_wire(reference.answers(questions))
-    async with running_cluster(model, decode_pp=2, adapters=tmp_path / "adapters") as running:
-        await survive(running, "decode-0.1", questions, expected, after_s=0.5)
+    expected = on_the_wire(Reference(model, adapters=tmp_path / "all").answers(questions))
+    known = [place for place, question in enumerate(questions) if question.adapter != "five"]
+    async with running_cluster(
+        model, decode_pp=2, adapters=tmp_path / "adapters", worker_flags=("--adapters-mb", "1")
+    ) as running:
+        await survive(
+            running,
+            "decode-0.1",
+            [questions[place] for place in known],
+            [expected[place] for place in known],
+            after_s=0.5,
+        )
+        shutil.copytree(tmp_path / "all" / "five", tmp_path / "adapters" / "five")
+        code, _ = await baton("adapters", "--target", running.cluster.address, "--load", "five")
+        assert code == 0
+        again = [
+            replace(question, request_id=f"again-{question.request_id}") for question in questions
+        ]
+        answers = await asyncio.gather(
+            *(running.client.complete(as_query(question), timeout_s=60) for question in again)
+        )
+        assert [shown(answer) for answer in answers] == expected
+        await running.until_clean()
