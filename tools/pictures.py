@@ -20,6 +20,7 @@ _UNITS = {
     "s": "seconds",
     "percentunit": "share",
     "Bps": "bytes/s",
+    "bytes": "bytes",
     "reqps": "requests/s",
     "cps": "per second",
     "ops": "per second",

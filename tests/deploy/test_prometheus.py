@@ -18,12 +18,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 import yaml
 
+from baton.adapters import change_adapters
 from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
 from decode.worker import DecodeRole
@@ -31,11 +33,13 @@ from prefill.worker import PrefillRole
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
 from runtime.errors import BatonError
 from runtime.rpc.client import open_channel
+from runtime.security.access import ChannelSecurity
 from tests.deploy.manifests import DEPLOY
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 from tests.support.cluster.laboratory import PLENTY, DamagingUcx, Laboratory, laboratory
 from tests.support.cluster.questions import as_query, make_questions
 from tests.support.drafts.eagle import save_draft
+from tests.support.models.adapters import write_adapter
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.network.ports import taken_port
 from tools.panels import DASHBOARDS
@@ -292,7 +296,12 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_5_text")
     draft = save_draft(tmp_path / "draft", layers=(0, 1, 3))
-    flags = ("--draft", str(draft), "--no-spec-adaptive", "--num-pages", "12", "--max-running", "6")
+    adapters = tmp_path / "adapters"
+    write_adapter(adapters / "first", checkpoint, seed=1)
+    flags = (
+        *("--draft", str(draft), "--no-spec-adaptive", "--adapters", str(adapters)),
+        *("--num-pages", "12", "--max-running", "6"),
+    )
     began = time.time()
     async with (
         prometheus(tmp_path, _rules(), port=port, interval_s=INTERVAL_S) as server,
@@ -307,6 +316,7 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
         server.watch([*targets, *_lab_targets(lab)])
         await _is_quiet(shop, lab, server, len(targets) + len(lab.roles))
         watch = Watch(server)
+        await _use_adapters(shop, checkpoint, adapters)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch.run())
             await shop_troubles(shop, watch)
@@ -330,6 +340,17 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
             path = Path(pictures or tmp_path) / f"{spec.uid}.png"
             await draw(server, spec, path, start_s=began, end_s=ended, rate_interval=RATE_INTERVAL)
             assert path.stat().st_size > 10_000
+
+
+async def _use_adapters(shop: RunningCluster, checkpoint: Path, folder: Path) -> None:
+    """Load an adapter while the cluster serves, and ask it."""
+    write_adapter(folder / "second", checkpoint, seed=2)
+    await change_adapters(shop.cluster.address, ChannelSecurity(), load="second")
+    (question,) = make_questions(1, seed=1, max_prompt=40, max_tokens=8)
+    async with asyncio.timeout(30):
+        while "second" not in (await shop.client.model_info()).adapters:
+            pass
+    await shop.client.complete(as_query(replace(question, adapter="second")), timeout_s=60)
 
 
 async def _has_values(server: Prometheus, expr: str, began: float, ended: float) -> bool:
