@@ -259,8 +259,8 @@ def adapters(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """List the adapters of all workers, or load or unload one while they serve. With TLS, only an
-    operator may do so. Exit code 1 unless every worker did."""
+    """List the adapters of all workers, or load or unload one. Requests that run go on. With TLS,
+    only an operator may do so. Exit code 1 unless every worker did."""
     connection = ConnectionFlags(tls_ca, tls_cert, tls_key, tls_name, token_file)
     with one_line_errors(target, connection):
         if load and unload:

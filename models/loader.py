@@ -59,7 +59,7 @@ class ModelDescription:
     in_bytes: bool = False  # whether projections keep eight bits of each weight
     notices: tuple[str, ...] = ()  # messages for the operator about how the files were read
     adapters: tuple[Adapter, ...] = ()  # that are known at the start
-    adapter_bytes: int | None = None  # memory for adapters of all layers; None: for all known
+    adapter_bytes: int | None = None  # of memory for adapters of all layers; None: for all
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """Return the cache specs of every layer of the whole model, in layer order."""
@@ -235,17 +235,15 @@ class ModelDescription:
         """Load the factors of the stage's layers; the adapter is named by its key.
 
         Raises:
-            ConfigError: it does not fit the model, its file is damaged, or it does not have `key`, if
-                that is given. Nothing has changed then.
+            ConfigError: it does not fit, is damaged, or has another key than one that is given.
+                Nothing has changed then.
         """
         found, read = adapter.read()
         if key and found != key:
-            raise ConfigError(
-                f"{adapter.folder} has another version of the adapter than {key}: {found}",
-                field="adapters",
-            )
-        num_layers, other_names = self.facts.num_layers, self.spec.other_names
-        source = StageFactors(adapter, read, stage.layer_range, num_layers, other_names)
+            other = f"{adapter.folder} has another version of the adapter than {key}: {found}"
+            raise ConfigError(other, field="adapters")
+        names = self.spec.other_names
+        source = StageFactors(adapter, read, stage.layer_range, self.facts.num_layers, names)
         stage.adapters.load(found, source)
 
     def _weights(

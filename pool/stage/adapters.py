@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.kernels.host.codegen.compiled import use_one_thread
+from engine.kernels.host.codegen.one_thread import use_one_thread
 from models.adapters import read_adapter
 from models.decoder import DecoderStage
 from models.loader import ModelDescription

@@ -181,7 +181,7 @@ async def test_a_storm_never_takes_an_adapter_from_a_request(folder: Path) -> No
     assert rig.value("adapter_memory_used_bytes") == rig.value("adapter_memory_limit_bytes")
 
 
-async def test_an_adapter_that_cannot_be_loaded_is_not_accepted_until_it_is_mended(
+async def test_what_cannot_be_loaded_is_not_accepted(
     folder: Path,
 ) -> None:
     rig = Rig(folder, room=1, num_loaded=1)

@@ -46,7 +46,7 @@ async def test_offered_versions(
     assert known.directory.facts.adapters == expected
 
 
-async def test_a_worker_with_the_adapter_in_memory_goes_first_while_it_has_room() -> None:
+async def test_a_worker_with_the_adapter_in_memory_goes_first() -> None:
     known = Known(3)
     serves(known.prefill, adapters=["a"])
     for pool, loaded in zip(known.decode, ([], ["a"], []), strict=True):

@@ -37,7 +37,7 @@ from runtime.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
-_LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+TORCH_LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _IMPORT = re.compile(
     r"^from (engine\.kernels\.host[\w.]*) import (?:\(([^)]*)\)|([^\n(]+))", re.MULTILINE
 )
@@ -78,19 +78,9 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
     """Return GOMP_parallel, or None if torch has no OpenMP or its library has another name."""
     form = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     try:
-        return form(("GOMP_parallel", ctypes.CDLL(str(_LIBRARY))))
+        return form(("GOMP_parallel", ctypes.CDLL(str(TORCH_LIBRARY))))
     except (AttributeError, OSError):
         return None
-
-
-def use_one_thread() -> None:
-    """Have torch's operations and the kernels of the calling thread use no other threads.
-
-    Other threads keep theirs. `torch.set_num_threads` would change those that begin later.
-    """
-    torch.get_num_threads()  # torch sets this thread's number with the first operation
-    with suppress(AttributeError, OSError):  # no OpenMP, or a library with another name
-        ctypes.CDLL(str(_LIBRARY)).omp_set_num_threads(1)
 
 
 def parallel_address() -> int:
