@@ -214,7 +214,7 @@ class Admission:
             raise UnavailableError(problem, retry_after_s=self._rejections.away_s())
         if self._lacks_compatible_workers(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
-            raise self._rejections.no_compatible_workers()
+            raise self._rejections.no_compatible_workers(request)
         num_tokens = self._placement.num_missing(request.prompt)
         least_s = self._service_model.best_prefill.least_s(num_tokens)
         if not deadline.allows(least_s):
@@ -258,11 +258,11 @@ class Admission:
         )
 
     def _lacks_compatible_workers(self, request: AdmissibleRequest) -> bool:
-        """Return whether a request resumes a response whose kind of worker is not usable, while
-        others are.
+        """Return whether a request needs a kind of worker that is not usable, while others are: it
+        resumes a response, or has an adapter.
         """
         return (
-            bool(request.compatibility)
+            bool(request.compatibility or request.placement.prompt.adapter)
             and self._directory.is_paired
             and not self._placement.has_pair(replace(request.placement, context_tokens=0))
         )
@@ -304,8 +304,8 @@ class Admission:
             if pair is not None:
                 self._place(waiter, pair, rates)
                 rates = None
-            elif not self._placement.can_hold(request.placement):
-                too_large = request.placement.context_tokens
+            elif (tokens := self._placement.passing(request.placement, too_large)) is not None:
+                too_large = tokens
             elif passed_by == math.inf and self._placement.awaits_prefill(request.placement):
                 passed_by = num_tokens
             else:
@@ -371,7 +371,8 @@ class Admission:
             if self._lacks_compatible_workers(waiter.item.request):
                 self._line.leave(waiter)
                 self._metrics.dropped.labels(Cause.WORKERS).inc()
-                self._fail(waiter, self._rejections.no_compatible_workers())
+                request = waiter.item.request
+                self._fail(waiter, self._rejections.no_compatible_workers(request))
 
     def _drop_if_hopeless(self, waiter: Waiter[QueuedRequest], rates: Rates) -> bool:
         """Fail the waiter if it cannot meet its limits; return whether it did."""

@@ -7,6 +7,7 @@ from router.request.holdback import NO_HOLDBACK, Holdback
 from router.request.validate import AdmissibleRequest
 from router.workers.directory import Directory
 from runtime.errors import CapacityError, UnavailableError
+from runtime.model_files.adapter_folders import adapter_name
 from runtime.observe.metrics import RouterMetrics
 
 MAX_AWAY_S = 30.0
@@ -75,7 +76,11 @@ class Rejections:
         )
         return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
-    def no_compatible_workers(self) -> UnavailableError:
+    def no_compatible_workers(self, request: AdmissibleRequest) -> UnavailableError:
+        if adapter := request.placement.prompt.adapter:
+            return UnavailableError(
+                f"no available worker has the adapter {adapter_name(adapter)!r} in this version"
+            )
         return UnavailableError(
             "no available worker matches the weights and numerics this response started with"
         )

@@ -11,7 +11,7 @@ from router.request.retries import FlowLimits
 from router.workers.directory import Directory
 from router.workers.placement import WorkerPlacement
 from router.workers.placement_request import PlacementRequest, WorkerPair
-from router.workers.worker import Booking
+from router.workers.worker import Booking, WorkerRole
 from runtime.clock import Deadline, LoopClock
 
 RETRY_PAUSE_S = 0.05
@@ -31,7 +31,7 @@ class WorkerSearch:
         await asyncio.sleep(RETRY_PAUSE_S)
         return await self._until(
             lambda: self._placement.book_prefill(self.request, pool, command.tried),
-            self._restart_estimate_s,
+            self._restart_s(WorkerRole.PREFILL),
         )
 
     async def decode(self, command: SearchDecode) -> tuple[Booking | None, bool]:
@@ -46,7 +46,7 @@ class WorkerSearch:
         is_full = command.is_full and self._placement.has_decode(
             self.request.of_kind(command.compatibility)
         )
-        timeout_s = self.limits.capacity_wait_s if is_full else self._restart_estimate_s
+        timeout_s = self.limits.capacity_wait_s if is_full else self._restart_s(WorkerRole.DECODE)
         timeout_s = Deadline(LoopClock(), command.since_s + timeout_s).remaining_s()
         if timeout_s <= 0:
             return None, True
@@ -67,7 +67,7 @@ class WorkerSearch:
             if pair is not None:
                 return pair
             is_full = self._placement.has_pair(request)
-            timeout_s = self.limits.capacity_wait_s if is_full else self._restart_estimate_s
+            timeout_s = self.limits.capacity_wait_s if is_full else self._restart_s(*WorkerRole)
             deadline = Deadline(clock, began_s + timeout_s)
             if deadline.is_over:
                 return None
@@ -75,9 +75,14 @@ class WorkerSearch:
                 async with asyncio.timeout(deadline.remaining_s()):
                     await self.directory.changed()
 
-    @property
-    def _restart_estimate_s(self) -> float:
-        """Return how long to wait for a lost worker: at least as long as it took to start."""
+    def _restart_s(self, *roles: WorkerRole) -> float:
+        """Return how long to wait for a lost worker: at least as long as it took to start.
+
+        No worker may come back with an adapter that none of its role has had.
+        """
+        adapter = self.request.prompt.adapter
+        if adapter and not all(self.directory.knows_adapter(role, adapter) for role in roles):
+            return 0.0
         return max(self.limits.peer_wait_s, self.directory.restart_estimate_s)
 
     @property

@@ -3,15 +3,15 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from router.workers.worker import Worker
+from router.workers.worker import Worker, WorkerRole
 from runtime.model_files.adapter_folders import adapter_name
 
 
 def offered_adapters(workers: Iterable[Worker]) -> dict[str, str]:
     """Return the key of each offered adapter by its name, in the order of the names.
 
-    While workers change from one version of an adapter to another, the version that both roles
-    accept goes first, and then the one that more workers offer.
+    Workers of both roles must accept it. While workers change from one version of an adapter to
+    another, the one that more of them offer counts.
     """
     roles: dict[str, set[str]] = defaultdict(set)
     offers: Counter[str] = Counter()
@@ -21,8 +21,8 @@ def offered_adapters(workers: Iterable[Worker]) -> dict[str, str]:
             for key in worker.info.adapters:
                 roles[key].add(worker.role)
                 offers[key] += key not in retired
-    offered = [key for key, count in offers.items() if count]
-    ranked = sorted(offered, key=lambda key: (len(roles[key]), offers[key], key))
+    offered = [key for key, count in offers.items() if count and len(roles[key]) == len(WorkerRole)]
+    ranked = sorted(offered, key=lambda key: (offers[key], key))
     found = {adapter_name(key): key for key in ranked}  # the last of a name counts
     return dict(sorted(found.items()))
 

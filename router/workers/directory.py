@@ -17,7 +17,7 @@ import grpc
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers import report
-from router.workers.adapters import offered_adapters
+from router.workers.adapters import has_adapter, offered_adapters
 from router.workers.cache_view import CacheView
 from router.workers.discovery import DiscoveryOptions
 from router.workers.placement import WorkerPlacement
@@ -176,6 +176,10 @@ class Directory:
                 ),
             )
         return self._present[1]
+
+    def knows_adapter(self, role: WorkerRole, key: str) -> bool:
+        """Return whether a worker of the role has the adapter, those away now included."""
+        return any(has_adapter(worker, key) for worker in self.workers if worker.role is role)
 
     def _largest_pair(self) -> int:
         # By role, then compatibility.

@@ -12,7 +12,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from router.workers.adapters import with_adapter_loaded
+from router.workers.adapters import has_adapter, with_adapter_loaded
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
 from router.workers.failed_links import FailedLinks
@@ -209,6 +209,21 @@ class WorkerPlacement:
     def has_decode(self, request: PlacementRequest) -> bool:
         """Return whether a fitting decode pool is alive, with room or not."""
         return bool(self._fitting(WorkerRole.DECODE, request))
+
+    def passing(self, request: PlacementRequest, too_large: float) -> float | None:
+        """Return how long requests must not be to pass one that finds no pair; None: none may pass.
+
+        `too_large` is the present limit in context tokens. It stays for a request whose adapter
+        usable workers lack: others may go to these.
+        """
+        adapter = request.prompt.adapter
+        if adapter and not all(
+            has_adapter(worker, adapter)
+            for role in WorkerRole
+            for worker in self._workers.usable[role].workers
+        ):
+            return too_large
+        return None if self.can_hold(request) else request.context_tokens
 
     def can_hold(self, request: PlacementRequest) -> bool:
         """Return whether some live pair is large enough, with room or not."""

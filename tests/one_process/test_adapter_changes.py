@@ -134,3 +134,29 @@ async def test_more_adapters_than_fit_take_turns_in_memory(tmp_path: Path) -> No
             assert 0 < loaded <= 1 << 20 < sum(each.num_bytes for each in own)
         for _ in range(4):
             assert await ask(client, asked) == expected
+
+
+async def test_an_adapter_that_one_pool_lost_is_named_soon(tmp_path: Path) -> None:
+    """Both roles offer it first; prefill still has it when the file of the decode pool is gone."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    folders = [tmp_path / role for role in ("prefill", "decode")]
+    for seed, name in enumerate("ab"):
+        write_adapter(folders[0] / name, model, seed=seed, rank=64)
+    shutil.copytree(*folders)
+    expected = on_the_wire(Reference(model, adapters=folders[0]).answers(with_adapter("a")))
+    async with cluster_in_process(
+        model,
+        decode_pp=2,
+        prefill={"adapters": folders[0], "adapters_mb": 4},
+        decode={"adapters": folders[1], "adapters_mb": 1},
+    ) as client:
+        shutil.rmtree(folders[1] / "b")
+        async with asyncio.timeout(10):
+            with pytest.raises(UnknownModelError, match="also with the adapters a, is"):
+                await ask(client, with_adapter("b")[:1])
+            await until_adapters(client, ("a",))
+        assert await ask(client, with_adapter("a")) == expected
+        shutil.copytree(folders[0] / "b", folders[1] / "b")
+        await change(client, load="b")
+        await until_adapters(client, ("a", "b"))
+        await ask(client, with_adapter("b"))

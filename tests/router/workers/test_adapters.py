@@ -1,16 +1,26 @@
 """What routers know of their workers' adapters, and the workers that they prefer for one."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from protos import adapters_pb2 as pb
-from protos import worker_pb2
+from protos import types_pb2, worker_pb2
 from router.api.adapters import AdaptersService
+from router.request.admission import Admission
+from router.request.rejections import AdmissionLimits
+from router.request.service_times import ServiceTimeModel
+from router.request.validate import AdmissibleRequest
 from router.workers.adapters import offered_adapters
 from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
+from router.workers.worker import WorkerRole
+from runtime.clock import Deadline, LoopClock
+from runtime.errors import UnavailableError
+from runtime.observe.metrics import RouterMetrics
 from tests.router.workers.test_directory import Known, serves
 
 
@@ -25,12 +35,13 @@ class Has(NamedTuple):
     ("prefill", "decode", "more", "expected"),
     [
         (Has(), Has(), Has(), {}),
-        (Has(["b@1", "a@1"]), Has(["a@1"]), Has(), {"a": "a@1", "b": "b@1"}),
+        (Has(["b@1", "a@1"]), Has(["a@1", "b@1"]), Has(), {"a": "a@1", "b": "b@1"}),
+        (Has(["b@1", "a@1"]), Has(["a@1"]), Has(), {"a": "a@1"}),
         # versions: the one that both roles accept, then the one that more workers offer
         (Has(["a@2"], ["a@1"]), Has(["a@1"]), Has(["a@1"]), {"a": "a@1"}),
         (Has(["a@2"], ["a@1"]), Has(["a@2"], ["a@1"]), Has(["a@1"]), {"a": "a@2"}),
-        (Has(["a@2"]), Has(["a@2"]), Has(["a@1"]), {"a": "a@2"}),
-        (Has(["a@1"]), Has(["a@2"]), Has(["a@2"]), {"a": "a@2"}),
+        (Has(["a@1"]), Has(["a@2"]), Has(["a@1"]), {"a": "a@1"}),
+        (Has(["a@1"]), Has(["a@2"]), Has(["a@2"]), {}),
         # what all have retired is offered to no new request
         (Has([], ["a@1"]), Has([], ["a@1"]), Has(), {}),
         (Has([], ["a@1"]), Has(["a@1"]), Has(), {"a": "a@1"}),
@@ -72,3 +83,47 @@ async def test_workers_that_do_not_answer_are_part_of_the_answer() -> None:
     ]
     assert [worker.role for worker in answer.workers] == ["prefill", "decode", "decode"]
     assert all(worker.error for worker in answer.workers)
+
+
+def wanting(adapter: str) -> AdmissibleRequest:
+    engine = types_pb2.EngineRequest(prompt_token_ids=[1, 2, 3], max_tokens=5, adapter=adapter)
+    return AdmissibleRequest(engine, (), wants_text=False)
+
+
+def admission_of(known: Known) -> Admission:
+    return Admission(
+        known.directory,
+        AdmissionLimits(),
+        RouterMetrics.create(CollectorRegistry()),
+        ServiceTimeModel(LoopClock()),
+    )
+
+
+async def test_a_request_whose_workers_are_full_delays_no_other() -> None:
+    known = Known(2)
+    for worker, has in zip(known.directory.workers, (["a"], ["a"], []), strict=True):
+        serves(worker, adapters=has)
+    known.decode[0].reported(worker_pb2.WorkerLoad(serving=True))  # full
+    admission = admission_of(known)
+    running = asyncio.create_task(admission.run())
+    deadline = Deadline.after(LoopClock(), 30)
+    first = asyncio.create_task(admission.wait(admission.arrive(wanting("a"), deadline)))
+    await asyncio.sleep(0.01)
+    placed = await admission.wait(admission.arrive(wanting(""), deadline))
+    assert placed.pair.decode.worker is known.decode[1]
+    assert not first.done()
+    known.decode[0].reported(worker_pb2.WorkerLoad(serving=True, pages_free=10, slots_free=4))
+    async with asyncio.timeout(5):
+        assert (await first).pair.decode.worker is known.decode[0]
+    running.cancel()
+
+
+async def test_a_request_without_a_worker_for_its_adapter_ends_at_once() -> None:
+    known = Known(1)
+    serves(known.prefill, adapters=["a@1"])
+    serves(known.decode[0])
+    admission = admission_of(known)
+    with pytest.raises(UnavailableError, match="no available worker has the adapter 'a' in this"):
+        admission.arrive(wanting("a@1"), Deadline.after(LoopClock(), 30))
+    assert known.directory.knows_adapter(WorkerRole.PREFILL, "a@1")
+    assert not known.directory.knows_adapter(WorkerRole.DECODE, "a@1")
