@@ -195,10 +195,9 @@ class HostSteps:
         return self._recorded(batch, bucket, given)
 
     def forget_adapter(self, adapter: str) -> None:
-        """Implement `Replays.forget_adapter`."""
-        for known in (self._steps, self._eager_left):
-            for bucket in [each for each in known if adapter in each.adapters]:
-                del known[bucket]
+        """Implement `Replays.forget_adapter`. Another thread may run a step meanwhile."""
+        steps = list(self._steps.items())
+        self._steps = {bucket: step for bucket, step in steps if adapter not in bucket.adapters}
 
     def _layer_done(self, layer_id: int) -> None:
         if self.observer is not None and self._running is not None:
@@ -253,9 +252,9 @@ class HostSteps:
         """Keep a recording. Of those with adapters the oldest goes if there are too many."""
         self._steps[bucket] = step
         self.num_recorded += 1
-        with_adapters = [each for each in self._steps if each.adapters]
+        with_adapters = [each for each in list(self._steps) if each.adapters]
         if len(with_adapters) > MAX_WITH_ADAPTERS:
-            del self._steps[with_adapters[0]]
+            self._steps.pop(with_adapters[0], None)
 
 
 def watch_lengths(batch: ForwardBatch) -> None:

@@ -131,6 +131,7 @@ class Twins:
             LayerRange(start, end) for start, end in pairwise([0, *cuts, model.facts.num_layers])
         ]
         self.sequences = Sequences()
+        self.keys = {"": "", **{adapter.name: adapter.key for adapter in model.adapters}}
         self.num_steps = 0
         self.recorded, self.eager = (
             [HostStage(model, layers, capture_layers, is_recorded, num_eager) for layers in ranges]
@@ -172,6 +173,10 @@ class Twins:
                     ), (kind, layer_id)
         if mode is not ForwardMode.VERIFY:
             self.sequences.advance(counts)
+
+    def have(self, adapters: dict[int, str]) -> None:
+        """Give sequences these adapters, by their names."""
+        self.sequences.adapters = {row: self.keys[name] for row, name in adapters.items()}
 
     def decode(self, *rows: int) -> None:
         self.step(ForwardMode.DECODE, dict.fromkeys(rows, 1))
@@ -243,7 +248,7 @@ def test_rows_with_adapters_are_replayed_by_their_mix(
     prefilled(twins, 5, 30, 1)
     for turn in range(4):
         for mix in mixes:
-            twins.sequences.adapters = dict(enumerate(mix))
+            twins.have(dict(enumerate(mix)))
             twins.decode(0, 1, 2)
             if turn % 2:
                 twins.step(
@@ -256,7 +261,7 @@ def test_rows_with_adapters_are_replayed_by_their_mix(
 def test_chunks_with_an_adapter_are_replayed(adapted: ModelDescription) -> None:
     twins = Twins(adapted)
     for row, adapter in enumerate(("a", "", "a", "c")):
-        twins.sequences.adapters = {row: adapter}
+        twins.have({row: adapter})
         for silent in ((row,), (row,), ()):
             twins.step(ForwardMode.PREFILL, {row: CHUNK_TOKENS}, silent=silent)
     recorded, replayed = twins.counts()
@@ -271,12 +276,30 @@ def test_recordings_with_adapters_are_bounded(
     twins.decode(0)
     for adapters, replays in (("abc", 0), ("cb", 2), ("a", 2), ("ca", 4), ("b", 4)):
         for adapter in adapters:
-            twins.sequences.adapters = {0: adapter}
+            twins.have({0: adapter})
             twins.decode(0)
         assert twins.counts()[1] == replays
-    twins.sequences.adapters = {}
+    twins.have({})
     twins.decode(0)
     assert twins.counts()[1] == 5, "those without adapters are kept"
+
+
+def test_a_dropped_adapter_leaves_no_recording(adapted: ModelDescription) -> None:
+    """And one that comes again is recorded again, beside those that stayed."""
+    twins = prefilled(Twins(adapted), 5, 6)
+    mixes: list[dict[int, str]] = [{0: "a", 1: "b"}, {0: "b"}, {}]
+    by_name = {adapter.name: adapter for adapter in adapted.adapters}
+    for mix, counts in zip(
+        mixes * 3, [(1, 0), (2, 0), (3, 0), (4, 0), (4, 1), (4, 2)], strict=False
+    ):
+        twins.have(mix)
+        twins.decode(0, 1)
+        assert twins.counts() == counts
+        if counts == (3, 0):
+            for stage in (*twins.recorded, *twins.eager):
+                stage.executor.forget_adapter(twins.keys["a"])
+                stage.model.adapters.drop(twins.keys["a"])
+                adapted.load_adapter(stage.model, by_name["a"])
 
 
 def test_a_shape_is_recorded_when_it_has_come_before() -> None:
