@@ -142,7 +142,7 @@ async def test_an_adapter_that_one_pool_lost_is_named_soon(tmp_path: Path) -> No
     folders = [tmp_path / role for role in ("prefill", "decode")]
     for seed, name in enumerate("ab"):
         write_adapter(folders[0] / name, model, seed=seed, rank=64)
-    shutil.copytree(*folders)
+    shutil.copytree(folders[0], folders[1])
     expected = on_the_wire(Reference(model, adapters=folders[0]).answers(with_adapter("a")))
     async with cluster_in_process(
         model,
