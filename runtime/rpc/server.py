@@ -26,6 +26,7 @@ from runtime.rpc.interceptor import CallGuard, CallLimits
 from runtime.rpc.rebinding_server import LastingServer
 from runtime.security.access import OPEN_SERVER, ServerSecurity
 
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,6 +48,7 @@ MAX_PENDING_CALLS = 1000
 HEALTH_MESSAGE_BYTES = 1 << 10
 HEALTH_CALLS = 32
 HEALTH_CONNECTIONS = 64
+EXPEL_S = 1.0  # seconds for the last statuses of calls that are ended, on busy cores
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,7 @@ class GrpcServer:
         # their statuses.
         await self.hand_back(DrainingError("the server is stopping"))
         self.calls.expel()
-        await self.grpc.stop(grace=0.2)
+        await self.grpc.stop(grace=EXPEL_S)
         await self.stop()
 
     async def stop(self) -> None:

@@ -4,11 +4,13 @@ happens."""
 import asyncio
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from runtime.observe.catalogue import families
 from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
 from tests.support.cluster.questions import as_query, make_questions
+from tests.support.models.adapters import write_adapter
 
 # Gauges that are zero again when nothing runs, and what only a fault moves.
 AT_REST = {
@@ -25,6 +27,7 @@ AT_REST = {
     "baton_kv_pages_held_for_transfer",
     "baton_kv_leases",
     "baton_draining",
+    "baton_adapter_requests",
 }
 FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where they are
     "baton_preemptions",
@@ -78,8 +81,8 @@ async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
 
 
 async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, float]]) -> None:
-    """Send many requests at once, then the longest prompt twice, and record the maximum of every
-    metric."""
+    """Send many requests at once, then the longest prompt twice, then requests for two adapters that
+    take turns in memory, and record the maximum of every metric."""
     questions = make_questions(40, seed=2, max_prompt=300, max_tokens=100)
     longest = max(questions, key=lambda question: len(question.prompt_token_ids))
 
@@ -87,8 +90,9 @@ async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, floa
         await asyncio.gather(
             *(running.client.complete(as_query(question), timeout_s=60) for question in questions)
         )
-        for _ in range(2):
-            await running.client.complete(as_query(longest), timeout_s=60)
+        for adapter in ("", "", "a", "b", "a"):
+            query = as_query(replace(longest, adapter=adapter))
+            await running.client.complete(query, timeout_s=60)
 
     load = asyncio.create_task(ask())
     while not load.done():
@@ -123,9 +127,13 @@ def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
     }
 
 
-async def test_every_metric_moves(checkpoint: Path) -> None:
-    flags = ("--max-running", "4")
-    async with running_cluster(checkpoint, decode_pp=2, worker_flags=flags) as running:
+async def test_every_metric_moves(checkpoint: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / name, checkpoint, seed=seed, rank=32)
+    flags = ("--max-running", "4", "--adapters-mb", "1")
+    async with running_cluster(
+        checkpoint, decode_pp=2, adapters=tmp_path, worker_flags=flags
+    ) as running:
         peaks: dict[str, dict[str, float]] = {}
         end_s = time.monotonic() + 60  # a look can miss what a gauge says for a moment only
         while not peaks or (any(never_moved(peaks).values()) and time.monotonic() < end_s):
