@@ -26,7 +26,6 @@ from runtime.rpc.interceptor import CallGuard, CallLimits
 from runtime.rpc.rebinding_server import LastingServer
 from runtime.security.access import OPEN_SERVER, ServerSecurity
 
-
 logger = logging.getLogger(__name__)
 
 
