@@ -39,7 +39,6 @@ from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
 from engine.pipeline.stage_executor import StageExecutor
 from models.blocks.weights import RandomWeights
-from models.decoder import DecoderStage
 from models.loader import ModelDescription, random_model
 from pool.stage.config import WorkerConfig
 
@@ -111,7 +110,7 @@ class Ours:
         )
         geometry = description.attention_geometry(page_size)
         assert geometry is not None
-        model = self._model = description.load_stage(layers, numerics=numerics)
+        model = self.model = description.load_stage(layers, numerics=numerics)
         attention = CpuAttention(kv_pools=pools.kv, geometry=geometry)
         recurrent = CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics)
         steps = HostSteps(
@@ -130,10 +129,6 @@ class Ours:
         self._tokens = torch.empty(0, 1)
         self._num_cached = 0
         self.adapters: tuple[str, ...] = ()  # of the rows; empty: no row has one
-
-    @property
-    def model(self) -> DecoderStage:
-        return self._model
 
     def prefill(self, prompts: Tensor) -> tuple[float, Tensor]:
         started = time.perf_counter()

@@ -79,7 +79,7 @@ class Follower:
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._checks: set[asyncio.Task[None]] = set()
+        self._answers: set[asyncio.Task[None]] = set()
         self._adapters = AdaptersOfFollower(stage.adapters, engine.submit)
         self._reports = reports
         self._was_formed = False  # since the last try to join
@@ -222,8 +222,8 @@ class Follower:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
 
     async def _check_grammar(self, command: pb.CheckGrammar) -> None:
         """Compile a grammar; send the result if the stream of the asking leader is still open."""

@@ -69,20 +69,21 @@ class FollowerEngine:
 
         Return a future that is done when the running step is over.
         """
-        left: Future[None] = Future()
-        left.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._ranks.abandon()
-        self._order(lambda: self._leave(left))
-        return left
+        return self.submit(self._leave)
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Run `call` between two steps. Any thread."""
+        """Run `call` between two steps; return a future of its end. Any thread."""
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()
+        done.set_running_or_notify_cancel()  # a waiter cannot cancel it
 
         def run() -> None:
-            call()
-            done.set_result(None)
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - the waiter raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
         self._order(run)
         return done
@@ -102,9 +103,8 @@ class FollowerEngine:
         self._formed = True
         self.on_connected(forming)
 
-    def _leave(self, left: Future[None]) -> None:
+    def _leave(self) -> None:
         self._formed = False
-        left.set_result(None)
 
     def _stop(self) -> None:
         self._stopping = True

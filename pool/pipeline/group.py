@@ -12,17 +12,17 @@ request:
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.layer_range import Placement
-from pool.pipeline.adapters import AdaptersOfStages, OnEngine, hold_adapters
+from pool.pipeline.adapters import OnEngine, hold_adapters
 from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
+from pool.pipeline.questions import AnswerT, StageQuestions
 from pool.stage.adapters import LoadedAdapters
 from protos import pipeline_pb2 as pb
-from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+from runtime.errors import CapacityError, ConfigError, PeerLostError, UnavailableError
 from runtime.grammar import Grammar
 from transfer.agent.agent import TransferAgent
 from transfer.plan import codec
@@ -37,6 +37,7 @@ from transfer.session import ReceiveSession, SendSession
 
 # Seconds for a stage that must first load its tokenizer; it limits compilation itself.
 GRAMMAR_TIMEOUT_S = 75.0
+HOLD_TIMEOUT_S = 60.0  # seconds for a stage to load adapters from its disk
 
 TransferSession = ReceiveSession | SendSession
 
@@ -157,9 +158,8 @@ class StageGroup:
         ]
         self._reports = reports
         self._links: list[StageLink] = []
-        self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
-        self._check_ids = itertools.count(1)
-        self._adapters = AdaptersOfStages()
+        self._checks = StageQuestions[pb.GrammarChecked]()
+        self._holds = StageQuestions[pb.AdaptersHeld]()
 
     @property
     def session_size(self) -> int:
@@ -201,9 +201,8 @@ class StageGroup:
     def stage_lost(self, rank: int, what: str) -> None:
         """Fail all sessions on a lost stage; `what` describes the loss as a sentence."""
         self._links = [link for link in self._links if link.rank != rank]
-        if rank in self._sampling_ranks:
-            self._fail_checks(UnavailableError(what))
-        self._adapters.stage_lost(rank, UnavailableError(what))
+        for questions in (self._checks, self._holds):
+            questions.stage_lost(rank, UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
     async def check(self, grammar: Grammar) -> None:
@@ -227,25 +226,33 @@ class StageGroup:
         )
 
     async def _check_at(self, link: StageLink, grammar: Grammar) -> None:
-        if link not in self._links:  # lost before there was a check that could fail with it
-            raise UnavailableError("the stage that compiles grammars was lost")
-        check_id = next(self._check_ids)
-        checked = asyncio.get_running_loop().create_future()
-        self._checks[check_id] = grammar, checked
-        try:
-            async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
-                link.send(
-                    check_grammar=pb.CheckGrammar(
-                        check_id=check_id, grammar=grammar_to_proto(grammar)
-                    )
-                )
-                await checked
-        except TimeoutError:
-            raise UnavailableError(
-                f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s"
-            ) from None
-        finally:
-            del self._checks[check_id]
+        message = grammar_to_proto(grammar)
+        answer = await self._ask(
+            link,
+            self._checks,
+            lambda number: link.send(
+                check_grammar=pb.CheckGrammar(check_id=number, grammar=message)
+            ),
+            GRAMMAR_TIMEOUT_S,
+            "checked a grammar",
+        )
+        if answer.problem and answer.refused:
+            raise grammar.refused(answer.problem)
+        if answer.problem:
+            raise CapacityError(answer.problem, resource="grammar compiler")
+
+    async def _ask(
+        self,
+        link: StageLink,
+        questions: StageQuestions[AnswerT],
+        send: Callable[[int], object],
+        timeout_s: float,
+        what: str,
+    ) -> AnswerT:
+        """Ask a process, as `StageQuestions.ask` does, unless it is lost already."""
+        if link not in self._links:  # lost before there was a question that could fail with it
+            raise UnavailableError("the stage that was to be asked was lost")
+        return await questions.ask(link.rank, send, timeout_s=timeout_s, what=what)
 
     async def hold_adapters(
         self, own: LoadedAdapters | None, keys: Sequence[str], on_engine: OnEngine
@@ -259,34 +266,33 @@ class StageGroup:
         # All of them have ended before the next change begins, whatever becomes of one.
         ended = await asyncio.gather(
             hold_adapters(own, keys, on_engine),
-            *(self._adapters.hold(link, keys) for link in self._links),
+            *(self._hold_at(link, keys) for link in self._links),
             return_exceptions=True,
         )
         for error in filter(None, ended):
             raise error
 
+    async def _hold_at(self, link: StageLink, keys: Sequence[str]) -> None:
+        answer = await self._ask(
+            link,
+            self._holds,
+            lambda number: link.send(hold_adapters=pb.HoldAdapters(number=number, keys=keys)),
+            HOLD_TIMEOUT_S,
+            "loaded adapters",
+        )
+        if answer.problem:
+            raise ConfigError(
+                f"process {link.rank} of the pool: {answer.problem}", field="adapters"
+            )
+
     def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
         """Take the answer of a process to a question of this group."""
         if answer.HasField("adapters_held"):
-            self._adapters.answered(rank, answer.adapters_held)
+            held = answer.adapters_held
+            self._holds.answered(rank, held.number, held)
         else:
-            self._grammar_checked(answer.grammar_checked)
-
-    def _grammar_checked(self, answer: pb.GrammarChecked) -> None:
-        grammar, checked = self._checks.get(answer.check_id, (None, None))
-        if grammar is None or checked is None or checked.done():
-            return
-        if not answer.problem:
-            checked.set_result(None)
-        elif answer.refused:
-            checked.set_exception(grammar.refused(answer.problem))
-        else:
-            checked.set_exception(CapacityError(answer.problem, resource="grammar compiler"))
-
-    def _fail_checks(self, error: BatonError) -> None:
-        for _, checked in self._checks.values():
-            if not checked.done():
-                checked.set_exception(error.again())
+            checked = answer.grammar_checked
+            self._checks.answered(rank, checked.check_id, checked)
 
     def open_receive(
         self,

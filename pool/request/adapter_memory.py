@@ -32,7 +32,6 @@ class AdapterVersion:
 
     adapter: Adapter
     num_bytes: int
-    is_loaded: bool = False
     is_retired: bool = False
     leases: int = 0
     used_s: float = 0.0
@@ -43,12 +42,12 @@ class AdapterVersion:
     def key(self) -> str:
         return self.adapter.key
 
-    def status(self) -> AdapterStatus:
+    def status(self, *, is_loaded: bool) -> AdapterStatus:
         return AdapterStatus(
             name=self.adapter.name,
             digest=self.adapter.digest,
             num_bytes=self.num_bytes,
-            loaded=self.is_loaded,
+            loaded=is_loaded,
             retired=self.is_retired,
             requests=self.leases,
             problem=self.problem,
@@ -87,9 +86,7 @@ class AdapterMemory:
         self.max_bytes = max_bytes
         self._stages = stages
         self._metrics = metrics
-        self._loaded = list(loaded)
-        for version in self._loaded:
-            version.is_loaded = True
+        self._loaded = {version.key: version for version in loaded}
         self._change = asyncio.Lock()
         self._freed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,11 +96,15 @@ class AdapterMemory:
     @property
     def keys(self) -> list[str]:
         """Return the keys of the adapters in memory."""
-        return [version.key for version in self._loaded]
+        return list(self._loaded)
 
     @property
     def num_bytes(self) -> int:
-        return sum(version.num_bytes for version in self._loaded)
+        return sum(version.num_bytes for version in self._loaded.values())
+
+    def holds(self, version: AdapterVersion) -> bool:
+        """Return whether a version is in memory, and stays while it is leased."""
+        return self._loaded.get(version.key) is version
 
     def lease(self, version: AdapterVersion, change: int) -> None:
         """Begin (1) or end (-1) the use of a version, in memory or not."""
@@ -121,7 +122,7 @@ class AdapterMemory:
             CapacityError: requests use all memory for adapters.
             UnavailableError: a stage was lost.
         """
-        if version.is_loaded:
+        if self.holds(version):
             return
         if version.loading is None:
             version.loading = self._start(self._load(version))
@@ -143,14 +144,14 @@ class AdapterMemory:
             try:
                 await self._stages.hold(self.keys)
             except ConfigError:
-                wanted, self._loaded = self._loaded, []
-                for version in wanted:
+                wanted, self._loaded = self._loaded, {}
+                for version in wanted.values():
                     try:
                         await self._stages.hold([*self.keys, version.key])
                     except ConfigError as error:
                         _refuse(version, error)
                     else:
-                        self._loaded.append(version)
+                        self._loaded[version.key] = version
                 await self._stages.hold(self.keys)
                 self.changed()
 
@@ -158,7 +159,7 @@ class AdapterMemory:
         began_s = time.monotonic()
         try:
             async with self._change:
-                if version.is_loaded:
+                if self.holds(version):
                     return
                 await self._make_room(version.num_bytes)
                 try:
@@ -167,8 +168,7 @@ class AdapterMemory:
                     _refuse(version, error)
                     await self._stages.hold(self.keys)
                     raise
-                self._loaded.append(version)
-                version.is_loaded = True
+                self._loaded[version.key] = version
         except BatonError:
             self._metrics.loads.labels("failed").inc()
             raise
@@ -186,7 +186,7 @@ class AdapterMemory:
         """
         deadline_s = time.monotonic() + ROOM_S
         while self.num_bytes + num_bytes > self.max_bytes:
-            idle = [version for version in self._loaded if not version.leases]
+            idle = [version for version in self._loaded.values() if not version.leases]
             if idle:
                 # Those that are retired cannot be loaded again if their files have changed.
                 await self._drop(min(idle, key=lambda each: (each.is_retired, each.used_s)))
@@ -205,7 +205,7 @@ class AdapterMemory:
 
     async def _drop(self, version: AdapterVersion) -> None:
         """Drop an adapter without leases on all stages."""
-        version.is_loaded = False  # a request that arrives now waits for a load
+        del self._loaded[version.key]  # a request that arrives now waits for a load
         deadline_s = time.monotonic() + UNUSED_S
         try:
             while await self._stages.has_any(version.key):
@@ -216,14 +216,13 @@ class AdapterMemory:
                     )
                 await asyncio.sleep(PAUSE_S)
         except BatonError:
-            version.is_loaded = True
+            self._loaded[version.key] = version
             raise
-        self._loaded.remove(version)
         await self._stages.hold(self.keys)
 
     async def _release(self, version: AdapterVersion) -> None:
         async with self._change:
-            if version.is_loaded and not version.leases:
+            if self.holds(version) and not version.leases:
                 await self._drop(version)
         self.changed()
 
@@ -243,5 +242,5 @@ class AdapterMemory:
 
 
 def _refuse(version: AdapterVersion, error: BatonError) -> None:
-    version.is_loaded, version.problem = False, str(error)
+    version.problem = str(error)
     logger.error("an adapter cannot be loaded: %s", error)

@@ -84,7 +84,7 @@ class PoolAdapters:
 
     def statuses(self) -> list[AdapterStatus]:
         """Return the status of each adapter, by name."""
-        return [version.status() for _, version in sorted(self._known.items())]
+        return [self._status(version) for _, version in sorted(self._known.items())]
 
     def check(self, key: str) -> None:
         """Check that a request may have this adapter.
@@ -154,7 +154,7 @@ class PoolAdapters:
                 self._retire(before)
             self._show()
             logger.info("offering an adapter", extra={"adapter": name, "digest": adapter.digest})
-            return version.status()
+            return self._status(version)
 
     async def unload(self, name: str) -> AdapterStatus:
         """Offer an adapter no more; return the status of the version that was offered.
@@ -169,7 +169,7 @@ class PoolAdapters:
             self._retire(version)
             self._show()
             logger.info("offering an adapter no more", extra={"adapter": name})
-            return version.status()
+            return self._status(version)
 
     async def _load_version(self, adapter: Adapter) -> AdapterVersion:
         """Load a version of an adapter; a new one is accepted, but not offered yet."""
@@ -197,6 +197,9 @@ class PoolAdapters:
             raise
         return version
 
+    def _status(self, version: AdapterVersion) -> AdapterStatus:
+        return version.status(is_loaded=self._memory.holds(version))
+
     def _of(self, adapter: Adapter) -> AdapterVersion:
         return AdapterVersion(adapter, self._description.bytes_of(adapter))
 
@@ -222,7 +225,7 @@ class PoolAdapters:
             asyncio.get_running_loop().call_later(LOOK_S, self._forget, version)
             return
         del self._known[version.key]
-        if version.is_loaded:
+        if self._memory.holds(version):
             self._memory.release(version)
         self._show()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -19,11 +19,7 @@ LOAD_TIMEOUT_S = 120.0  # per worker, which may wait for memory and reads files
 TIMEOUT_S = 5.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class _OfWorkers(Protocol):
-    @property
-    def workers(self) -> Any: ...  # noqa: ANN401 - the container of generated messages
+_AdaptersAnswer = pb.LoadAdapterResponse | pb.UnloadAdapterResponse | pb.ListAdaptersResponse
 
 
 class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
@@ -57,7 +53,7 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
         )
 
     async def _ask(
-        self, question: "Callable[[AdaptersAsyncStub], Awaitable[_OfWorkers]]"
+        self, question: "Callable[[AdaptersAsyncStub], Awaitable[_AdaptersAnswer]]"
     ) -> list[pb.WorkerAdapters]:
         # A worker of both roles is one worker.
         workers = {worker.address: worker for worker in self._directory.workers}
@@ -65,7 +61,7 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
 
 
 async def _answer(
-    worker: Worker, question: "Callable[[AdaptersAsyncStub], Awaitable[_OfWorkers]]"
+    worker: Worker, question: "Callable[[AdaptersAsyncStub], Awaitable[_AdaptersAnswer]]"
 ) -> pb.WorkerAdapters:
     answer = pb.WorkerAdapters()
     try:

@@ -78,7 +78,7 @@ class WorkerSearch:
     def _restart_s(self, *roles: WorkerRole) -> float:
         """Return how long to wait for a lost worker: at least as long as it took to start.
 
-        No worker may come back with an adapter that none of its role has had.
+        There is nothing to wait for if no worker of a role has the adapter.
         """
         adapter = self.request.prompt.adapter
         if adapter and not all(self.directory.knows_adapter(role, adapter) for role in roles):

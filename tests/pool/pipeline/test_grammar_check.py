@@ -41,7 +41,7 @@ async def asked(link: StageLink) -> pb.CheckGrammar:
 
 
 def answer(group: StageGroup, checked: pb.GrammarChecked) -> None:
-    group.stage_answered(1, pb.JoinRequest(grammar_checked=checked))
+    group.stage_answered(2, pb.JoinRequest(grammar_checked=checked))
 
 
 async def test_the_last_stage_checks_and_its_result_is_returned() -> None:

@@ -51,6 +51,7 @@ class Stages:
         self.running: Counter[str] = Counter()  # requests in the engine
         self.is_open = asyncio.Event()
         self.is_open.set()
+        self.on_hold = self.hold
 
     async def hold(self, keys: Sequence[str]) -> None:
         lost = [key for key in self.running if self.running[key] and key not in keys]
@@ -84,7 +85,7 @@ class Rig:
             folder,
             model,
             self.stages.held,
-            StagesAdapters(self.stages.hold, self.stages.has_any),
+            StagesAdapters(lambda keys: self.stages.on_hold(keys), self.stages.has_any),
             AdapterMetrics.create(self.registry),
         )
 
@@ -101,6 +102,11 @@ class Rig:
 
     def _gone(self, key: str) -> None:
         self.stages.running[key] -= 1
+
+    async def until_dropped(self, key: str) -> None:
+        async with asyncio.timeout(5):
+            while key in self.stages.held:  # noqa: ASYNC110 - a timer of the pool sets no event
+                await asyncio.sleep(0.01)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"baton_{name}", labels)
@@ -226,6 +232,28 @@ async def test_a_new_pool_holds_what_all_of_its_stages_can_load(folder: Path) ->
     assert rig.pool.accepted == [*kept, rig.keys["d"]]
 
 
+async def test_a_pool_that_breaks_while_it_forms_counts_nothing_as_loaded(folder: Path) -> None:
+    """What a stage does not hold is loaded again before a request has it."""
+    rig = Rig(folder, room=3, num_loaded=3)
+    a, b, c = (rig.keys[name] for name in "abc")
+    rig.stages.bad, rig.stages.held = {a}, []
+    hold, calls = rig.stages.hold, list[Sequence[str]]()
+
+    async def breaking(keys: Sequence[str]) -> None:
+        calls.append(keys)
+        if len(calls) == 3:
+            raise UnavailableError("a stage died")
+        await hold(keys)
+
+    rig.stages.on_hold = breaking
+    with pytest.raises(UnavailableError, match="a stage died"):
+        await rig.pool.formed()
+    await rig.pool.formed()
+    for key in (b, c):
+        async with rig.request(key):
+            assert key in rig.pool.loaded
+
+
 async def test_a_new_version_replaces_one_that_requests_still_have(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,9 +273,7 @@ async def test_a_new_version_replaces_one_that_requests_still_have(
         assert {old, new} <= set(rig.pool.accepted)
         await asyncio.sleep(0.1)
         assert rig.pool.retired == [old], "a request has it"
-    async with asyncio.timeout(5):
-        while old in rig.stages.held:  # noqa: ASYNC110 - a timer of the pool sets no event
-            await asyncio.sleep(0.01)
+    await rig.until_dropped(old)
     assert rig.pool.retired == []
     assert new in rig.pool.loaded
     with pytest.raises(UnavailableError, match="in the version that the request asks for"):
@@ -269,9 +295,7 @@ async def test_an_unloaded_adapter_may_come_back(
     await asyncio.sleep(0.1)
     assert key in rig.pool.loaded
     await rig.pool.unload("a")
-    async with asyncio.timeout(5):
-        while key in rig.stages.held:  # noqa: ASYNC110 - a timer of the pool sets no event
-            await asyncio.sleep(0.01)
+    await rig.until_dropped(key)
     assert key not in rig.pool.accepted
     assert (await rig.pool.load("a")).loaded
 

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from protos import adapters_pb2 as pb
 from protos import types_pb2, worker_pb2
-from router.api.adapters import AdaptersService
+from router.api.adapters import AdaptersService, Context
 from router.request.admission import Admission
 from router.request.rejections import AdmissionLimits
 from router.request.service_times import ServiceTimeModel
@@ -77,7 +77,9 @@ async def test_a_worker_with_the_adapter_in_memory_goes_first() -> None:
 
 async def test_workers_that_do_not_answer_are_part_of_the_answer() -> None:
     known = Known(2)
-    answer = await AdaptersService(known.directory).ListAdapters(pb.ListAdaptersRequest(), None)  # type: ignore[arg-type]
+    answer = await AdaptersService(known.directory).ListAdapters(
+        pb.ListAdaptersRequest(), cast(Context, None)
+    )
     assert [worker.address for worker in answer.workers] == [
         worker.address for worker in known.directory.workers
     ]
