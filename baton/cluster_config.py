@@ -59,6 +59,10 @@ Adapters = Annotated[
         "one as MODEL:ADAPTER."
     ),
 ]
+DiskCache = Annotated[
+    Path | None,
+    Field(description="Directory for a copy of the workers' prefix caches, which outlives them."),
+]
 LogLevel = Annotated[str, Field(description="Minimum log level: debug, info, warning or error.")]
 # default: of each role's table in the file, and text for the cluster's own lines
 ClusterLogStyle = Annotated[
@@ -128,6 +132,7 @@ class ClusterSettings(Config):
     memory_mb: MemoryMb = None
     max_context: MaxContext = None
     adapters: Adapters = None
+    disk_cache: DiskCache = None
     model_name: str = Field(
         default="", description="Name of the model in the API; default: the folder's name."
     )
@@ -193,6 +198,7 @@ class ClusterConfig(ClusterSettings):
             ("--memory-mb", self.memory_mb),
             ("--max-context", self.max_context),
             ("--adapters", self.adapters),
+            ("--disk-cache", self.disk_cache),
         )
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)

@@ -263,7 +263,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     def on_idle(self) -> None:
         check_integrity(
             [self.pages.ledger, self.slots.ledger, self.scratch.ledger],
-            live_owners=self._entries.owners,
+            live_owners=self._entries.owners | self.cache.holders,
         )
 
     @cached_property

@@ -165,6 +165,7 @@ class DecodeLeader:
                 post=parts.post,
                 switch=parts.switch,
                 adapters=parts.adapters,
+                disk=parts.disk,
                 grammars=parts.leader.grammars,
                 caches=parts.config.decode_cache
                 if prompts_of is None

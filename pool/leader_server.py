@@ -5,6 +5,7 @@ import asyncio
 from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
 from pool.adapters_service import PoolAdaptersService
+from pool.disk.disk_cache import DiskCache
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.request.adapter_memory import StagesAdapters
@@ -26,10 +27,11 @@ from protos import adapters_pb2_grpc, pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import AdapterMetrics
+from runtime.observe.metrics import AdapterMetrics, DiskMetrics
 from runtime.process.supervision import background
 
 WORKER_SERVICE = "baton.v1.Worker"
+WRITES_S = 5.0  # seconds for writes to the disk cache after the last request
 REFRESH_S = 0.25  # seconds between two updates of the gauges
 
 
@@ -84,6 +86,7 @@ class LeaderServer:
             ),
             AdapterMetrics.create(process.registry),
         )
+        self._disk = self._open_disk_cache()
         self._parts = LeaderParts(
             config,
             stage,
@@ -94,6 +97,7 @@ class LeaderServer:
             process.registry,
             self._switch,
             self._adapters,
+            self._disk,
         )
         self._worker_service = self._make_worker_service()
         self._adapters.changed = self._worker_service.changed
@@ -115,7 +119,26 @@ class LeaderServer:
             finally:
                 leader.drain()
                 await self._server.drain(grace_s=process.config.drain_s)
+                if self._disk is not None:
+                    await self._disk.finish(WRITES_S)
                 leader.stop()
+
+    def _open_disk_cache(self) -> DiskCache | None:
+        """Return the disk cache of the pool, or None if it has none.
+
+        A decode pool keeps no states after its blocks, and without them no prompt could resume.
+        """
+        own = self._process.stage.disk
+        cache = self._role.ranks.schedulers[0].cache
+        specs = self._process.stage.plan.geometry.specs
+        needs_states = any(spec.kind.is_state for spec in specs)
+        metrics = DiskMetrics.create(self._process.registry)
+        if own is None or cache.rule is None or cache.has_states is not needs_states:
+            return None
+        leader = self._leader
+        return DiskCache(
+            cache, own, leader.loop, lambda move: leader.group.move_blocks(own, move), metrics
+        )
 
     def _observer(self) -> LoopObserver:
         return LoopObserver(

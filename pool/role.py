@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.loop import Scheduler
 from engine.pipeline.stage_executor import LayerObserver
+from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.request.adapters import PoolAdapters
@@ -54,6 +55,7 @@ class LeaderParts:
     registry: CollectorRegistry
     switch: RoleSwitch
     adapters: PoolAdapters
+    disk: DiskCache | None  # None if the pool has none
 
 
 class RoleLeader(Protocol):

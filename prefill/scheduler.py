@@ -79,7 +79,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     _saved: int = 0  # unused tokens of the share for short prompts, at most one chunk
 
     def __post_init__(self) -> None:
-        self._best_pace = PrefillRateEstimate(self.clock)
+        self.best_pace = PrefillRateEstimate(self.clock)
 
     def submit(
         self,
@@ -199,7 +199,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         entry.draft, entry.has_first_token = draft, True
         prefill_s = self.clock.now() - entry.started_s
         num_computed = len(entry.request.prompt_token_ids) - entry.num_cached
-        self._best_pace.observe(num_computed, prefill_s)
+        self.best_pace.observe(num_computed, prefill_s)
         entry.emit(FirstToken(token, prefill_s))
 
     @cached_property
@@ -212,7 +212,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     def on_idle(self) -> None:
         check_integrity(
             [self.pages.ledger, self.slots.ledger],
-            live_owners=self._entries.owners,
+            live_owners=self._entries.owners | self.cache.holders,
         )
 
     def hand_over(self, key: int) -> PromptMemory:
@@ -263,12 +263,9 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     def _drop_late(self) -> None:
         now_s = self.clock.now()  # once for all entries, of the clock that deadlines are by
         for entry in (*self._running, *self._queued):
-            if now_s + self._best_pace.least_s(entry.remaining) <= entry.deadline.at_s:
+            if now_s + self.best_pace.least_s(entry.remaining) <= entry.deadline.at_s:
                 continue
-            if (
-                now_s + self._best_pace.least_s(self.cache.least_tokens(entry))
-                > entry.deadline.at_s
-            ):
+            if now_s + self.best_pace.least_s(self.cache.least_tokens(entry)) > entry.deadline.at_s:
                 self._fail(
                     entry,
                     DeadlineError(

@@ -377,6 +377,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
         async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
+            if parts.disk is not None:
+                await parts.disk.bring(request, blocks)
             key = await parts.leader.loop.submit(
                 lambda: parts.ranks.place(
                     request,

@@ -131,6 +131,8 @@ class PrefillLeader:
         self, server: GrpcServer, parts: LeaderParts, *, may_decode: bool = False
     ) -> None:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
+        if parts.disk is not None:
+            parts.disk.least_s = self.ranks.schedulers[0].best_pace.least_s
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,
@@ -140,6 +142,7 @@ class PrefillLeader:
                 post=parts.post,
                 switch=parts.switch,
                 adapters=parts.adapters,
+                disk=parts.disk,
                 grammars=parts.leader.grammars,
                 caches=parts.config.prefix_cache,
                 ranks=self.ranks,

@@ -26,7 +26,7 @@ from protos import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/pipeline.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"\x8e\x02\n\nStageHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x17.baton.v1.StageEndpoint\x12\x17\n\x0f\x63hannel_address\x18\x03 \x01(\x0c\x12\x34\n\x08settings\x18\x06 \x03(\x0b\x32\".baton.v1.StageHello.SettingsEntry\x12\'\n\x07weights\x18\x07 \x01(\x0b\x32\x16.baton.v1.StageWeights\x12\x12\n\npool_epoch\x18\x08 \x01(\x04\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"\x95\x01\n\x0cStageWeights\x12\r\n\x05total\x18\x01 \x01(\t\x12\x32\n\x06\x63opies\x18\x02 \x03(\x0b\x32\".baton.v1.StageWeights.CopiesEntry\x12\x13\n\x0b\x64raft_total\x18\x03 \x01(\t\x1a-\n\x0b\x43opiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9a\x01\n\x0cStageSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.baton.v1.StageSessionState\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\x12\n\nerror_text\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\x1a\n\x07Leaving\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"D\n\x0eGrammarChecked\x12\x10\n\x08\x63heck_id\x18\x01 \x01(\x04\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\x08\"/\n\x0c\x41\x64\x61ptersHeld\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07problem\x18\x02 \x01(\t\"\x1d\n\nStageReady\x12\x0f\n\x07session\x18\x01 \x01(\x06\"\x9b\x02\n\x0bJoinRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.v1.StageHelloH\x00\x12)\n\x07session\x18\x02 \x01(\x0b\x32\x16.baton.v1.StageSessionH\x00\x12$\n\x07leaving\x18\x03 \x01(\x0b\x32\x11.baton.v1.LeavingH\x00\x12\x33\n\x0fgrammar_checked\x18\x04 \x01(\x0b\x32\x18.baton.v1.GrammarCheckedH\x00\x12%\n\x05ready\x18\x05 \x01(\x0b\x32\x14.baton.v1.StageReadyH\x00\x12/\n\radapters_held\x18\x06 \x01(\x0b\x32\x16.baton.v1.AdaptersHeldH\x00\x42\x07\n\x05\x65vent\"j\n\nPoolFormed\x12\x12\n\npool_epoch\x18\x01 \x01(\x04\x12\x19\n\x11\x63hannel_addresses\x18\x02 \x03(\x0c\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0f\n\x07session\x18\x04 \x01(\x06\x12\x0f\n\x07members\x18\x05 \x03(\t\"\xa3\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12/\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTerms\x12\x18\n\x0brequest_key\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_request_key\"`\n\x0c\x43loseSession\x12\x17\n\nsession_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0brequest_key\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\r\n\x0b_session_idB\x0e\n\x0c_request_key\"M\n\x0c\x43heckGrammar\x12\x10\n\x08\x63heck_id\x18\x01 \x01(\x04\x12+\n\x07grammar\x18\x02 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\",\n\x0cHoldAdapters\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x03(\t\"\x83\x02\n\x0cJoinResponse\x12&\n\x06\x66ormed\x18\x01 \x01(\x0b\x32\x14.baton.v1.PoolFormedH\x00\x12-\n\x0copen_session\x18\x02 \x01(\x0b\x32\x15.baton.v1.OpenSessionH\x00\x12/\n\rclose_session\x18\x03 \x01(\x0b\x32\x16.baton.v1.CloseSessionH\x00\x12/\n\rcheck_grammar\x18\x04 \x01(\x0b\x32\x16.baton.v1.CheckGrammarH\x00\x12/\n\rhold_adapters\x18\x05 \x01(\x0b\x32\x16.baton.v1.HoldAdaptersH\x00\x42\t\n\x07\x63ommand*\xb9\x01\n\x11StageSessionState\x12#\n\x1fSTAGE_SESSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18STAGE_SESSION_STATE_OPEN\x10\x01\x12 \n\x1cSTAGE_SESSION_STATE_COMPLETE\x10\x02\x12\x1e\n\x1aSTAGE_SESSION_STATE_FAILED\x10\x03\x12\x1f\n\x1bSTAGE_SESSION_STATE_DRAINED\x10\x04\x32\x45\n\x08Pipeline\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/pipeline.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"\x8e\x02\n\nStageHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x17.baton.v1.StageEndpoint\x12\x17\n\x0f\x63hannel_address\x18\x03 \x01(\x0c\x12\x34\n\x08settings\x18\x06 \x03(\x0b\x32\".baton.v1.StageHello.SettingsEntry\x12\'\n\x07weights\x18\x07 \x01(\x0b\x32\x16.baton.v1.StageWeights\x12\x12\n\npool_epoch\x18\x08 \x01(\x04\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"\x95\x01\n\x0cStageWeights\x12\r\n\x05total\x18\x01 \x01(\t\x12\x32\n\x06\x63opies\x18\x02 \x03(\x0b\x32\".baton.v1.StageWeights.CopiesEntry\x12\x13\n\x0b\x64raft_total\x18\x03 \x01(\t\x1a-\n\x0b\x43opiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9a\x01\n\x0cStageSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.baton.v1.StageSessionState\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\x12\n\nerror_text\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\x1a\n\x07Leaving\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"D\n\x0eGrammarChecked\x12\x10\n\x08\x63heck_id\x18\x01 \x01(\x04\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\x08\"/\n\x0c\x41\x64\x61ptersHeld\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07problem\x18\x02 \x01(\t\"1\n\x0b\x42locksMoved\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x1d\n\nStageReady\x12\x0f\n\x07session\x18\x01 \x01(\x06\"\xca\x02\n\x0bJoinRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.v1.StageHelloH\x00\x12)\n\x07session\x18\x02 \x01(\x0b\x32\x16.baton.v1.StageSessionH\x00\x12$\n\x07leaving\x18\x03 \x01(\x0b\x32\x11.baton.v1.LeavingH\x00\x12\x33\n\x0fgrammar_checked\x18\x04 \x01(\x0b\x32\x18.baton.v1.GrammarCheckedH\x00\x12%\n\x05ready\x18\x05 \x01(\x0b\x32\x14.baton.v1.StageReadyH\x00\x12/\n\radapters_held\x18\x06 \x01(\x0b\x32\x16.baton.v1.AdaptersHeldH\x00\x12-\n\x0c\x62locks_moved\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlocksMovedH\x00\x42\x07\n\x05\x65vent\"j\n\nPoolFormed\x12\x12\n\npool_epoch\x18\x01 \x01(\x04\x12\x19\n\x11\x63hannel_addresses\x18\x02 \x03(\x0c\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0f\n\x07session\x18\x04 \x01(\x06\x12\x0f\n\x07members\x18\x05 \x03(\t\"\xa3\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12/\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTerms\x12\x18\n\x0brequest_key\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_request_key\"`\n\x0c\x43loseSession\x12\x17\n\nsession_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0brequest_key\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\r\n\x0b_session_idB\x0e\n\x0c_request_key\"M\n\x0c\x43heckGrammar\x12\x10\n\x08\x63heck_id\x18\x01 \x01(\x04\x12+\n\x07grammar\x18\x02 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\",\n\x0cHoldAdapters\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x03(\t\"n\n\nMoveBlocks\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04load\x18\x02 \x01(\x08\x12\r\n\x05names\x18\x03 \x03(\x0c\x12\x10\n\x08page_ids\x18\x04 \x03(\r\x12\x0f\n\x07slot_id\x18\x05 \x01(\r\x12\x10\n\x08state_of\x18\x06 \x01(\x0c\"\xb0\x02\n\x0cJoinResponse\x12&\n\x06\x66ormed\x18\x01 \x01(\x0b\x32\x14.baton.v1.PoolFormedH\x00\x12-\n\x0copen_session\x18\x02 \x01(\x0b\x32\x15.baton.v1.OpenSessionH\x00\x12/\n\rclose_session\x18\x03 \x01(\x0b\x32\x16.baton.v1.CloseSessionH\x00\x12/\n\rcheck_grammar\x18\x04 \x01(\x0b\x32\x16.baton.v1.CheckGrammarH\x00\x12/\n\rhold_adapters\x18\x05 \x01(\x0b\x32\x16.baton.v1.HoldAdaptersH\x00\x12+\n\x0bmove_blocks\x18\x06 \x01(\x0b\x32\x14.baton.v1.MoveBlocksH\x00\x42\t\n\x07\x63ommand*\xb9\x01\n\x11StageSessionState\x12#\n\x1fSTAGE_SESSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18STAGE_SESSION_STATE_OPEN\x10\x01\x12 \n\x1cSTAGE_SESSION_STATE_COMPLETE\x10\x02\x12\x1e\n\x1aSTAGE_SESSION_STATE_FAILED\x10\x03\x12\x1f\n\x1bSTAGE_SESSION_STATE_DRAINED\x10\x04\x32\x45\n\x08Pipeline\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGEHELLO_SETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_STAGEWEIGHTS_COPIESENTRY']._loaded_options = None
   _globals['_STAGEWEIGHTS_COPIESENTRY']._serialized_options = b'8\001'
-  _globals['_STAGESESSIONSTATE']._serialized_start=1890
-  _globals['_STAGESESSIONSTATE']._serialized_end=2075
+  _globals['_STAGESESSIONSTATE']._serialized_start=2145
+  _globals['_STAGESESSIONSTATE']._serialized_end=2330
   _globals['_STAGEHELLO']._serialized_start=85
   _globals['_STAGEHELLO']._serialized_end=355
   _globals['_STAGEHELLO_SETTINGSENTRY']._serialized_start=296
@@ -56,22 +56,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRAMMARCHECKED']._serialized_end=762
   _globals['_ADAPTERSHELD']._serialized_start=764
   _globals['_ADAPTERSHELD']._serialized_end=811
-  _globals['_STAGEREADY']._serialized_start=813
-  _globals['_STAGEREADY']._serialized_end=842
-  _globals['_JOINREQUEST']._serialized_start=845
-  _globals['_JOINREQUEST']._serialized_end=1128
-  _globals['_POOLFORMED']._serialized_start=1130
-  _globals['_POOLFORMED']._serialized_end=1236
-  _globals['_OPENSESSION']._serialized_start=1239
-  _globals['_OPENSESSION']._serialized_end=1402
-  _globals['_CLOSESESSION']._serialized_start=1404
-  _globals['_CLOSESESSION']._serialized_end=1500
-  _globals['_CHECKGRAMMAR']._serialized_start=1502
-  _globals['_CHECKGRAMMAR']._serialized_end=1579
-  _globals['_HOLDADAPTERS']._serialized_start=1581
-  _globals['_HOLDADAPTERS']._serialized_end=1625
-  _globals['_JOINRESPONSE']._serialized_start=1628
-  _globals['_JOINRESPONSE']._serialized_end=1887
-  _globals['_PIPELINE']._serialized_start=2077
-  _globals['_PIPELINE']._serialized_end=2146
+  _globals['_BLOCKSMOVED']._serialized_start=813
+  _globals['_BLOCKSMOVED']._serialized_end=862
+  _globals['_STAGEREADY']._serialized_start=864
+  _globals['_STAGEREADY']._serialized_end=893
+  _globals['_JOINREQUEST']._serialized_start=896
+  _globals['_JOINREQUEST']._serialized_end=1226
+  _globals['_POOLFORMED']._serialized_start=1228
+  _globals['_POOLFORMED']._serialized_end=1334
+  _globals['_OPENSESSION']._serialized_start=1337
+  _globals['_OPENSESSION']._serialized_end=1500
+  _globals['_CLOSESESSION']._serialized_start=1502
+  _globals['_CLOSESESSION']._serialized_end=1598
+  _globals['_CHECKGRAMMAR']._serialized_start=1600
+  _globals['_CHECKGRAMMAR']._serialized_end=1677
+  _globals['_HOLDADAPTERS']._serialized_start=1679
+  _globals['_HOLDADAPTERS']._serialized_end=1723
+  _globals['_MOVEBLOCKS']._serialized_start=1725
+  _globals['_MOVEBLOCKS']._serialized_end=1835
+  _globals['_JOINRESPONSE']._serialized_start=1838
+  _globals['_JOINRESPONSE']._serialized_end=2142
+  _globals['_PIPELINE']._serialized_start=2332
+  _globals['_PIPELINE']._serialized_end=2401
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,14 @@ class AdaptersHeld(_message.Message):
     problem: str
     def __init__(self, number: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
+class BlocksMoved(_message.Message):
+    __slots__ = ("number", "num_blocks")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    num_blocks: int
+    def __init__(self, number: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class StageReady(_message.Message):
     __slots__ = ("session",)
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -109,20 +117,22 @@ class StageReady(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "session", "leaving", "grammar_checked", "ready", "adapters_held")
+    __slots__ = ("hello", "session", "leaving", "grammar_checked", "ready", "adapters_held", "blocks_moved")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_CHECKED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_HELD_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MOVED_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     session: StageSession
     leaving: Leaving
     grammar_checked: GrammarChecked
     ready: StageReady
     adapters_held: AdaptersHeld
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ..., ready: _Optional[_Union[StageReady, _Mapping]] = ..., adapters_held: _Optional[_Union[AdaptersHeld, _Mapping]] = ...) -> None: ...
+    blocks_moved: BlocksMoved
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ..., ready: _Optional[_Union[StageReady, _Mapping]] = ..., adapters_held: _Optional[_Union[AdaptersHeld, _Mapping]] = ..., blocks_moved: _Optional[_Union[BlocksMoved, _Mapping]] = ...) -> None: ...
 
 class PoolFormed(_message.Message):
     __slots__ = ("pool_epoch", "channel_addresses", "key", "session", "members")
@@ -174,16 +184,34 @@ class HoldAdapters(_message.Message):
     keys: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, number: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class MoveBlocks(_message.Message):
+    __slots__ = ("number", "load", "names", "page_ids", "slot_id", "state_of")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_OF_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    load: bool
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    page_ids: _containers.RepeatedScalarFieldContainer[int]
+    slot_id: int
+    state_of: bytes
+    def __init__(self, number: _Optional[int] = ..., load: _Optional[bool] = ..., names: _Optional[_Iterable[bytes]] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., state_of: _Optional[bytes] = ...) -> None: ...
+
 class JoinResponse(_message.Message):
-    __slots__ = ("formed", "open_session", "close_session", "check_grammar", "hold_adapters")
+    __slots__ = ("formed", "open_session", "close_session", "check_grammar", "hold_adapters", "move_blocks")
     FORMED_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSION_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     CHECK_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     HOLD_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MOVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     formed: PoolFormed
     open_session: OpenSession
     close_session: CloseSession
     check_grammar: CheckGrammar
     hold_adapters: HoldAdapters
-    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ..., hold_adapters: _Optional[_Union[HoldAdapters, _Mapping]] = ...) -> None: ...
+    move_blocks: MoveBlocks
+    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ..., hold_adapters: _Optional[_Union[HoldAdapters, _Mapping]] = ..., move_blocks: _Optional[_Union[MoveBlocks, _Mapping]] = ...) -> None: ...

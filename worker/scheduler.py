@@ -265,7 +265,7 @@ class AggregatedScheduler:
     def on_idle(self) -> None:
         check_integrity(
             [self.prefill.pages.ledger, self.prefill.slots.ledger, self.decode.scratch.ledger],
-            live_owners=self.prefill.owners | self.decode.owners,
+            live_owners=self.prefill.owners | self.decode.owners | self.cache.holders,
         )
 
     def _budget_tokens(self, most: int) -> int:

@@ -23,6 +23,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pool.pipeline.adapters import AdaptersOfFollower
+from pool.pipeline.disk import answer_move, settle
 from pool.pipeline.follower_engine import FollowerEngine
 from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
@@ -219,6 +220,8 @@ class Follower:
                 self._start(self._check_grammar(command.check_grammar))
             case "hold_adapters":
                 self._start(self._hold_adapters(command.hold_adapters))
+            case "move_blocks":
+                self._start(self._move_blocks(command.move_blocks))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -250,6 +253,13 @@ class Follower:
         if stream is not None:
             stream.send(pb.JoinRequest(adapters_held=answer))
 
+    async def _move_blocks(self, command: pb.MoveBlocks) -> None:
+        """Write or read blocks; answer if the stream of the asking leader is still open."""
+        stream = self._reports.stream
+        answer = await answer_move(self._stage.disk, command)
+        if stream is not None:
+            stream.send(pb.JoinRequest(blocks_moved=answer))
+
     def _report_ready(self, forming: Forming) -> None:
         """Report to the leader that this stage takes frames of a forming."""
         if self._reports.stream is not None:
@@ -277,6 +287,7 @@ class Follower:
         try:
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wrap_future(left)
+                await settle(self._stage.disk)
                 # Close again: the step that just ended has reported layers under keys that the next
                 # leader may reuse.
                 await asyncio.wrap_future(self._stage.agent.close_all())

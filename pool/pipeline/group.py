@@ -12,11 +12,14 @@ request:
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.layer_range import Placement
+from pool.disk.stage_blocks import BlockMove, StageBlocks
 from pool.pipeline.adapters import OnEngine, hold_adapters
+from pool.pipeline.disk import move_blocks, move_to_proto
 from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
 from pool.pipeline.questions import AnswerT, StageQuestions
@@ -160,6 +163,7 @@ class StageGroup:
         self._links: list[StageLink] = []
         self._checks = StageQuestions[pb.GrammarChecked]()
         self._holds = StageQuestions[pb.AdaptersHeld]()
+        self._moves = StageQuestions[pb.BlocksMoved]()
 
     @property
     def session_size(self) -> int:
@@ -201,7 +205,7 @@ class StageGroup:
     def stage_lost(self, rank: int, what: str) -> None:
         """Fail all sessions on a lost stage; `what` describes the loss as a sentence."""
         self._links = [link for link in self._links if link.rank != rank]
-        for questions in (self._checks, self._holds):
+        for questions in (self._checks, self._holds, self._moves):
             questions.stage_lost(rank, UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
@@ -285,11 +289,45 @@ class StageGroup:
                 f"process {link.rank} of the pool: {answer.problem}", field="adapters"
             )
 
+    async def move_blocks(self, own: StageBlocks, move: BlockMove) -> int:
+        """Have all processes move blocks; return how many of the first ones all of them had.
+
+        No process uses the memory of the blocks afterwards, whatever the result.
+
+        Raises:
+            UnavailableError: a process is missing, or was lost.
+        """
+        if not self.formed:
+            raise UnavailableError("a stage of the pool is missing")
+        ended = await asyncio.gather(
+            move_blocks(own, move),
+            *(self._move_at(link, move) for link in self._links),
+            return_exceptions=True,
+        )
+        for result in ended:
+            if isinstance(result, BaseException):
+                raise result
+        return min(result for result in ended if isinstance(result, int))
+
+    async def _move_at(self, link: StageLink, move: BlockMove) -> int:
+        # Without a limit: until it answers or is lost, the process may use the memory.
+        answer = await self._ask(
+            link,
+            self._moves,
+            lambda number: link.send(move_blocks=move_to_proto(number, move)),
+            math.inf,
+            "moved blocks",
+        )
+        return answer.num_blocks
+
     def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
         """Take the answer of a process to a question of this group."""
         if answer.HasField("adapters_held"):
             held = answer.adapters_held
             self._holds.answered(rank, held.number, held)
+        elif answer.HasField("blocks_moved"):
+            moved = answer.blocks_moved
+            self._moves.answered(rank, moved.number, moved)
         else:
             checked = answer.grammar_checked
             self._checks.answered(rank, checked.check_id, checked)

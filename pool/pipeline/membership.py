@@ -182,7 +182,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
                     self._observer.stage_leaving(link, request.leaving.grace_s)
                 case "ready":
                     self._ready(link.rank, request.ready.session)
-                case "grammar_checked" | "adapters_held":
+                case "grammar_checked" | "adapters_held" | "blocks_moved":
                     self._observer.stage_answered(link.rank, request)
 
     def _welcome(self, request: pb.JoinRequest) -> StageLink:

@@ -1,6 +1,6 @@
 """The prefix cache of a scheduler: the tree of names, and the ledgers of pages and slots."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +11,23 @@ from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
 from runtime.clock import Clock
 from runtime.observe.metrics import CacheMetrics
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The blocks and the state that have entered a cache together.
+
+    Attributes:
+        names: of the new blocks.
+        page_ids: of their entries.
+        last: the name of the last block, new or not.
+        slot_id: of the state after it; None if the state is not new.
+    """
+
+    names: tuple[bytes, ...]
+    page_ids: tuple[int, ...]
+    last: bytes
+    slot_id: int | None
 
 
 @dataclass
@@ -28,6 +45,10 @@ class PrefixCache:
     metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
     # Journal of the tree, shared by the data ranks.
     journal: PointJournal = field(default_factory=PointJournal)
+    on_stored: Callable[[Stored], object] | None = None  # called when anything has entered it
+    # Owners of leases that are not those of requests.
+    holders: frozenset[str] = frozenset()
+    epoch: int = 0  # number of times that everything was evicted
     # Pages and snapshots already counted in the metrics, which the data ranks share.
     _shown_size: tuple[int, int] = (0, 0)
 
@@ -45,26 +66,49 @@ class PrefixCache:
         """Return the cached part of a prompt of `num_tokens` tokens with these blocks."""
         return Found() if self.rule is None else self._tree.find(blocks, num_tokens)
 
+    def num_resumable(self, blocks: Sequence[bytes]) -> int:
+        """Return how many of the blocks a prompt need not compute; a hint, for any thread."""
+        return 0 if self.rule is None else self._tree.num_resumable(blocks)
+
     def resume(self, blocks: Sequence[bytes], found: Found) -> None:
         """Note that a request has leased what was found."""
         if self.rule is not None:
             self._tree.resumed(blocks, found.num_tokens)
 
     def insert(
-        self, blocks: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
+        self,
+        blocks: Sequence[bytes],
+        page_ids: Sequence[int],
+        slot_id: int | None = None,
+        *,
+        notify: bool = True,
     ) -> None:
-        """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot."""
+        """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot.
+
+        With `notify` the new ones are reported to `on_stored`.
+        """
         if self.rule is None:
             return
         taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id)
         self.pages.ledger.keep(taken.page_ids)
         self.slots.ledger.keep(taken.slot_ids)
         self._show_size()
+        if notify and self.on_stored is not None and (taken.page_ids or taken.slot_ids):
+            first = len(blocks) - len(taken.page_ids)
+            self.on_stored(
+                Stored(
+                    tuple(blocks[first:]),
+                    tuple(taken.page_ids),
+                    blocks[-1],
+                    slot_id if taken.slot_ids else None,
+                )
+            )
 
     def clear(self) -> int:
         """Evict everything; return the number of pages. Leased memory stays with its holders."""
         if self.rule is None:
             return 0
+        self.epoch += 1
         given = self._tree.clear()
         self.pages.ledger.release(given.page_ids)
         self.slots.ledger.release(given.slot_ids)

@@ -140,6 +140,16 @@ class PrefixTree:
     def num_pages(self) -> int:
         return len(self._runs)
 
+    def num_resumable(self, names: Sequence[bytes]) -> int:
+        """Return the depth of the deepest resume point among these blocks, without their pages.
+
+        Any thread may ask. The answer is only a hint, because the tree may change at any time.
+        """
+        if not self._rule.has_states:
+            return self._rule.point_before(self._num_known(names))
+        points = self._points or {}
+        return next((depth for depth in range(len(names), 0, -1) if names[depth - 1] in points), 0)
+
     def find(self, names: Sequence[bytes], num_tokens: int) -> Found:
         """Return the cached part of a prompt of `num_tokens` tokens; change nothing."""
         known = self._num_known(names)

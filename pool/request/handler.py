@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from engine.core.request import Request
 from engine.loop import EngineLoop
+from pool.disk.disk_cache import DiskCache
 from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, TransferSession
 from pool.pipeline.leader import Leader
@@ -207,6 +208,7 @@ class RequestParts:
     post: EventPost
     switch: RoleSwitch
     adapters: PoolAdapters
+    disk: DiskCache | None = None
     grammars: GrammarCheck | None = None
     caches: bool = False  # whether the pool has a prefix cache
 

@@ -156,6 +156,17 @@ class WorkerConfig(TlsConfig):
         "--max-running, but at most a fifth of the "
         "cache memory",
     )
+    disk_cache: Path | None = Field(
+        default=None,
+        description="directory for a copy of the prefix cache, which outlives the process; pools of "
+        "the same model may share it, also of other roles and layouts (device cpu)",
+    )
+    disk_cache_mb: int = Field(
+        default=16384,
+        ge=64,
+        le=1 << 30,
+        description="size in MiB to which this process bounds --disk-cache",
+    )
     local_rest_tokens: int = Field(
         default=0,
         ge=0,
@@ -318,8 +329,22 @@ class WorkerConfig(TlsConfig):
             adapter_folders(self.adapters)
         elif self.adapters_mb is not None:
             raise ConfigError("adapters_mb needs adapters", field="adapters_mb")
+        self._check_disk_cache()
         _ = self.placement
         self.binding.check()
+
+    def _check_disk_cache(self) -> None:
+        if self.disk_cache is None:
+            return
+        if self.device != "cpu":
+            raise ConfigError(
+                f"disk_cache is for device cpu, not {self.device}", field="disk_cache"
+            )
+        if self.dp_attention > 1:
+            raise ConfigError(
+                f"--dp-attention {self.dp_attention}: a pool with --disk-cache needs 1",
+                field="disk_cache",
+            )
 
     @property
     def placement(self) -> Placement:

@@ -63,6 +63,8 @@ def stage_settings(
         else speculation.revision or str(speculation.config.draft),
         "frames": LAYOUT,
     }
+    if config.disk_cache is not None:
+        settings["disk_cache"] = "yes"
     if description.adapter_bytes is not None:
         settings["adapter_bytes"] = str(description.adapter_bytes)
     if speculation is not None:

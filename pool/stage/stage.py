@@ -19,6 +19,8 @@ from engine.pipeline.stage_executor import LayerObserver, StageExecutor
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING, DecoderStage
 from models.weights_digest import StageDigests, WeightsDigest
+from pool.disk.folder import folder_of
+from pool.disk.stage_blocks import StageBlocks
 from pool.stage.adapters import LoadedAdapters
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
@@ -63,6 +65,7 @@ class Stage:
     # Digests of tensors that later stages may copy, by name.
     counted: Mapping[str, str] = field(default_factory=dict)
     adapters: LoadedAdapters | None = None  # None if the pool takes none
+    disk: StageBlocks | None = None  # None without a disk cache
 
 
 def build_stage(
@@ -124,6 +127,7 @@ def build_stage(
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
         _adapters(config, plan, model, executor),
+        _disk(config, pools),
     )
 
 
@@ -133,6 +137,12 @@ def _adapters(
     if config.adapters is None:
         return None
     return LoadedAdapters(config.adapters, plan.description, model, executor.forget_adapter)
+
+
+def _disk(config: WorkerConfig, pools: StagePools) -> StageBlocks | None:
+    if config.disk_cache is None:
+        return None
+    return StageBlocks(folder_of(config.disk_cache, config.disk_cache_mb), pools)
 
 
 def _agent(

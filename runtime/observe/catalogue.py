@@ -17,6 +17,7 @@ from runtime.observe.metrics import (
     ArrivalMetrics,
     CacheMetrics,
     ClientMetrics,
+    DiskMetrics,
     HandoffMetrics,
     LeaderMetrics,
     PlannerMetrics,
@@ -46,6 +47,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (
     PoolMetrics,
     HandoffMetrics,
     AdapterMetrics,
+    DiskMetrics,
 )
 # A stage that is not its pool's leader ("follower") has no request metrics.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {

@@ -755,6 +755,40 @@ class AdapterMetrics:
 
 
 @dataclass(frozen=True)
+class DiskMetrics:
+    """Disk cache of a pool."""
+
+    blocks: Counter
+    read_s: Histogram
+    num_bytes: Gauge
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            blocks=_counter(
+                registry,
+                "disk_cache_blocks",
+                "Blocks of the disk cache, one per page, by what happened: written, read, missing "
+                "(removed or damaged before they were read), slower (not read, because it takes longer "
+                "than to compute them), skipped (not written, because too many waited).",
+                "event",
+                zeros=(("written",), ("read",), ("missing",), ("slower",), ("skipped",)),
+            ),
+            read_s=_histogram(
+                registry,
+                "disk_cache_read_seconds",
+                "Time to read a prompt's blocks from the disk cache on all stages.",
+                STAGE_S,
+            ),
+            num_bytes=_gauge(
+                registry,
+                "disk_cache_used_bytes",
+                "Size of the folder of the disk cache, as the leader last added it up.",
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class HandoffMetrics:
     """Handoffs, as the leader of one side sees them."""
 

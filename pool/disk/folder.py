@@ -1,0 +1,148 @@
+"""The folder of a disk cache, which processes of any number of pools may share.
+
+    DIR/baton-cache/4f/4f1c…/page.0-16.0of1      a block's files, one for each part of a stage
+
+Each process bounds the folder: from time to time it adds up the sizes, and removes the files that
+were not used for the longest time. Only one user may read the folder.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pool.disk.part_file import Content, StagePart
+from runtime.errors import ConfigError
+from runtime.process.host_memory import MIB
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "baton-cache"
+ABANDONED_S = 600.0  # seconds after which an unfinished file is that of a process that has ended
+CHECKS = 16  # sizes are added up whenever a process has written this part of the limit
+_OTHERS = 0o077  # permissions of everyone but the user
+
+
+@dataclass(frozen=True)
+class _StoredFile:
+    used_s: float
+    num_bytes: int
+    path: str
+
+
+class CacheFolder:
+    """A folder of blocks. Belongs to the thread that writes, except for what it reads."""
+
+    def __init__(self, parent: Path, max_bytes: int) -> None:
+        """Create the folder in `parent` if it is missing.
+
+        Raises:
+            ConfigError: it cannot be used, or other users may read it.
+        """
+        self._path = parent / FOLDER
+        self.max_bytes = max_bytes
+        self.num_bytes = 0  # of all files, when they were last added up
+        self._num_written = max_bytes  # bytes since then; it begins with a check
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self._path.stat()
+            is_writable = os.access(self._path, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise ConfigError(f"disk_cache {parent}: {error}", field="disk_cache") from error
+        if found.st_uid != os.getuid() or found.st_mode & _OTHERS or not is_writable:
+            raise ConfigError(
+                f"disk_cache {self._path} must belong to the user of this process, writable, and be "
+                f"closed to others (mode 0700)",
+                field="disk_cache",
+            )
+
+    def path_of(self, name: bytes, content: Content, part: StagePart) -> Path:
+        return self._block(name) / f"{content}.{part}"
+
+    def has(self, name: bytes, content: Content, part: StagePart) -> bool:
+        """Return whether the file of this part is there. Any thread."""
+        return os.path.exists(self.path_of(name, content, part))
+
+    def parts(self, name: bytes, content: Content) -> list[StagePart]:
+        """Return the parts of a block that are there. Any thread."""
+        try:
+            files = os.listdir(self._block(name))
+        except OSError:
+            return []
+        prefix = f"{content}."
+        parts = (
+            StagePart.parse(file.removeprefix(prefix)) for file in files if file.startswith(prefix)
+        )
+        return [part for part in parts if part is not None]
+
+    def prepare(self, name: bytes) -> None:
+        """Create the folder of a block's files.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self._block(name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def use(self, paths: Iterable[Path]) -> None:
+        """Note that files were used, in this order. Any thread."""
+        for path in paths:
+            try:
+                os.utime(path)
+            except OSError:
+                continue  # another process has removed it
+
+    def remove(self, path: Path) -> None:
+        """Remove a damaged file. Any thread."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("a damaged file stays in the disk cache: %s", error)
+
+    def written(self, num_bytes: int) -> None:
+        """Note that a file was written; remove old ones if all of them exceed the limit."""
+        self._num_written += num_bytes
+        if self._num_written * CHECKS >= self.max_bytes:
+            self.check()
+
+    def check(self) -> None:
+        """Add up the files, and remove the oldest until there is room for what comes next."""
+        self._num_written = 0
+        files = sorted(self._files(), key=lambda file: file.used_s)
+        self.num_bytes = sum(file.num_bytes for file in files)
+        room = self.max_bytes // CHECKS
+        for file in files:
+            if self.num_bytes + room <= self.max_bytes:
+                break
+            self.num_bytes -= file.num_bytes
+            path = Path(file.path)
+            try:
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()  # fails while it has other files
+            except OSError:
+                continue
+
+    def _files(self) -> Iterator[_StoredFile]:
+        """Return the files, and remove what processes have left unfinished."""
+        abandoned_s = time.time() - ABANDONED_S
+        for folder, _, names in os.walk(self._path):
+            for name in names:
+                path = os.path.join(folder, name)
+                try:
+                    found = os.stat(path, follow_symlinks=False)
+                    if name.startswith(".") and found.st_mtime < abandoned_s:
+                        os.unlink(path)
+                        continue
+                except OSError:
+                    continue
+                yield _StoredFile(found.st_mtime, found.st_size, path)
+
+    def _block(self, name: bytes) -> Path:
+        text = name.hex()
+        return self._path / text[:2] / text
+
+
+def folder_of(parent: Path, megabytes: int) -> CacheFolder:
+    """Return the folder of `--disk-cache` and `--disk-cache-mb`; raise ConfigError as it does."""
+    return CacheFolder(parent, megabytes * MIB)

@@ -1,0 +1,76 @@
+"""Moves of blocks between the memory of a pool's processes and their disk caches."""
+
+import asyncio
+import logging
+
+from pool.disk.stage_blocks import BlockMove, StageBlocks
+from protos import pipeline_pb2 as pb
+from runtime.digests import NAME_BYTES
+from runtime.errors import BatonError, IntegrityError
+
+logger = logging.getLogger(__name__)
+
+
+async def move_blocks(own: StageBlocks, move: BlockMove) -> int:
+    """Move blocks of this process; return how many of the first ones were intact.
+
+    It always waits for the end, because the thread may use their memory until then.
+    """
+    executor = own.reading if move.load else own.writing
+    work = asyncio.get_running_loop().run_in_executor(executor, own.move, move)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+async def settle(own: StageBlocks | None) -> None:
+    """Wait until a process has ended all moves that began before."""
+    if own is not None:
+        events = asyncio.get_running_loop()
+        for executor in (own.reading, own.writing):
+            await events.run_in_executor(executor, lambda: None)
+
+
+async def answer_move(own: StageBlocks | None, command: pb.MoveBlocks) -> pb.BlocksMoved:
+    """Carry out a command of the leader; return the answer."""
+    answer = pb.BlocksMoved(number=command.number)
+    try:
+        if own is not None:
+            answer.num_blocks = await move_blocks(own, move_from_proto(command))
+    except BatonError as error:
+        logger.error("blocks were not moved: %s", error)
+    return answer
+
+
+def move_to_proto(number: int, move: BlockMove) -> pb.MoveBlocks:
+    return pb.MoveBlocks(
+        number=number,
+        load=move.load,
+        names=move.names,
+        page_ids=move.page_ids,
+        slot_id=move.slot_id,
+        state_of=move.state_of,
+    )
+
+
+def move_from_proto(command: pb.MoveBlocks) -> BlockMove:
+    """Return the blocks of a command.
+
+    Raises:
+        IntegrityError: their numbers of names and pages differ, or a name is none.
+    """
+    names = tuple(command.names)
+    every = (*names, command.state_of) if command.slot_id else names
+    if len(names) != len(command.page_ids) or any(len(name) != NAME_BYTES for name in every):
+        raise IntegrityError(
+            f"{len(names)} names of blocks for {len(command.page_ids)} pages, each of {NAME_BYTES} bytes"
+        )
+    return BlockMove(
+        load=command.load,
+        names=names,
+        page_ids=tuple(command.page_ids),
+        slot_id=command.slot_id,
+        state_of=command.state_of,
+    )
