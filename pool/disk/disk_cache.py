@@ -162,13 +162,13 @@ class DiskCache:
         if read is None:
             return
         began_s = time.monotonic()
-        num_read = 0
+        num_read, move = 0, read.move
         try:
-            num_read = await self.move(read.move)
+            num_read = await self.move(move)
         finally:
             self.loop.post(lambda: self._insert(read, num_read))
         seconds = time.monotonic() - began_s
-        wanted = len(read.move.names)
+        wanted = len(move.names)
         self.metrics.read_s.observe(seconds)
         self.metrics.blocks.labels("read").inc(num_read)
         self.metrics.blocks.labels("missing").inc(wanted - num_read)

@@ -83,15 +83,15 @@ class StageBlocks:
         For the thread of `writing` or `reading`. Errors of the disk are logged.
         """
         carry = self._load if move.load else self._store
-        count = 0
-        for name, page_id in zip(move.names, move.page_ids, strict=True):
-            if not carry(name, Content.PAGE, page_id):
-                break
-            count += 1
-        if move.slot_id != NULL_INDEX and not (
-            count == len(move.names) and carry(move.state_of, Content.STATE, move.slot_id)
-        ):
-            return 0
+        # All are tried, so that no damaged file stays in the way of its replacement.
+        moved = [
+            carry(name, Content.PAGE, page_id)
+            for name, page_id in zip(move.names, move.page_ids, strict=True)
+        ]
+        count = moved.index(False) if False in moved else len(moved)
+        if move.slot_id != NULL_INDEX:
+            has_state = carry(move.state_of, Content.STATE, move.slot_id)
+            count = count if has_state and count == len(moved) else 0
         if move.load:
             # The first blocks are the last to go, because the others are useless without them.
             self._folder.use(self._own_paths(move.names[:count]))

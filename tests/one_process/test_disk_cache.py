@@ -1,7 +1,13 @@
 """Prompts that resume from the disk: after a restart, in another role or layout, and from files that
 are damaged, all with the bits of a cold start."""
 
+import asyncio
+import errno
+import os
 import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,8 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
+from pool.disk import disk_cache, stage_blocks
+from pool.disk.part_file import PartLayout, read_part
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -43,9 +51,8 @@ LAYOUTS: list[tuple[str, torch.dtype, Layout, Layout]] = [
     ("llama", torch.bfloat16, {}, {}),
     ("llama", torch.bfloat16, {"prefill_pp": 3}, {"prefill_pp": 2, "prefill_tp": 2}),
     ("llama", torch.float32, {"prefill_tp": 2}, {"worker": {}, "worker_pp": 2}),
-    ("qwen3_moe", torch.bfloat16, {"worker": {}}, {"prefill_tp": 2}),
+    ("qwen3_moe", torch.bfloat16, {"worker": {}}, {}),
     ("deepseek_v3", torch.float32, {"prefill_tp": 2}, {"prefill_pp": 2}),
-    ("glm_moe_dsa_short", torch.bfloat16, {"prefill_pp": 2}, {}),
     ("qwen3_5_text", torch.bfloat16, {"prefill_pp": 3}, {"prefill_pp": 2, "prefill_tp": 2}),
     ("kimi_linear", torch.bfloat16, {}, {"worker": {}, "worker_pp": 2}),
     ("gemma3", torch.bfloat16, {"prefill_pp": 2}, {"prefill_pp": 3}),
@@ -77,3 +84,104 @@ async def test_a_prompt_resumes_after_a_restart_in_any_layout(
             assert shown(completion) == answer
             if request.request_id != "parted":
                 assert completion.finish.usage.cached_tokens == 192
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
+
+
+async def until_written(folder: Path, num_files: int) -> None:
+    """Wait until the disk cache has so many files."""
+    async with asyncio.timeout(30):
+        while len(await asyncio.to_thread(files_in, folder)) < num_files:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+async def test_the_next_turn_resumes_after_what_decode_generated(
+    family: str, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    turn = replace(FIRST, max_tokens=50)
+    async with cluster_in_process(model, disk_cache=tmp_path / "disk", **SETTINGS) as client:
+        completion = await ask(client, turn)
+        tokens = completion.token_ids
+        assert len(tokens) == 50
+        prompt = [*turn.prompt_token_ids, *tokens, *ROOT[7:30]]
+        # The entry of the last token was never computed.
+        known = (len(turn.prompt_token_ids) + len(tokens) - 1) // PAGE
+        await until_written(tmp_path / "disk", known)
+        following = question("following", prompt)
+        completion = await ask(client, following)
+        assert completion.finish.usage.cached_tokens == known * PAGE
+        assert [shown(completion)] == answers_of(model, (following,))
+
+
+async def test_salts_do_not_share_what_is_on_disk(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    for salt, known in (("one", 0), ("two", 0), ("one", 192)):
+        async with cluster_in_process(model, disk_cache=tmp_path / "disk", **SETTINGS) as client:
+            query = replace(as_query(FIRST), cache_salt=salt)
+            completion = await client.complete(query, timeout_s=60)
+            assert completion.finish.usage.cached_tokens == known
+
+
+async def test_damaged_files_change_no_answer(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_5_text", dtype=torch.bfloat16)
+    expected = answers_of(model, (FIRST,))
+    settings = SETTINGS | {"disk_cache": tmp_path / "disk"}
+    async with cluster_in_process(model, **settings) as client:
+        await ask(client, FIRST)
+    dice = random.Random(8)
+    for path in files_in(tmp_path / "disk"):
+        data = bytearray(path.read_bytes())
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        path.write_bytes(data)
+    async with cluster_in_process(model, **settings) as client:
+        completion = await ask(client, FIRST)
+        assert completion.finish.usage.cached_tokens == 0
+        assert [shown(completion)] == expected
+    async with cluster_in_process(model, **settings) as client:
+        completion = await ask(client, FIRST)  # the damaged files were replaced
+        assert completion.finish.usage.cached_tokens == 192
+        assert [shown(completion)] == expected
+
+
+async def test_a_full_disk_costs_only_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(stage_blocks, "write_part", refuse)
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    expected = answers_of(model, (FIRST, *LATER))
+    async with cluster_in_process(model, disk_cache=tmp_path / "disk", **SETTINGS) as client:
+        for request, answer in zip((FIRST, *LATER), expected, strict=True):
+            assert shown(await ask(client, request)) == answer
+
+
+async def test_a_frozen_disk_delays_requests_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    expected = answers_of(model, (FIRST, *LATER))
+    settings = SETTINGS | {"disk_cache": tmp_path / "disk"}
+    async with cluster_in_process(model, **settings) as client:
+        await ask(client, FIRST)
+    thawed = threading.Event()
+
+    def read_late(
+        path: Path, layout: PartLayout, name: bytes, records: Sequence[memoryview]
+    ) -> bool:
+        return thawed.wait(60) and read_part(path, layout, name, records)
+
+    monkeypatch.setattr(stage_blocks, "read_part", read_late)
+    monkeypatch.setattr(disk_cache, "READ_LIMIT_S", 0.5)
+    async with cluster_in_process(model, **settings) as client:
+        for request, answer in zip((FIRST, *LATER), expected, strict=True):
+            completion = await ask(client, request)
+            assert shown(completion) == answer
+            if request is FIRST:
+                assert completion.finish.usage.cached_tokens == 0
+        thawed.set()

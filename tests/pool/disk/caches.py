@@ -1,0 +1,95 @@
+"""Pools of a small hybrid model with known bytes, on stages and ranks of any number."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.core.layer_range import LayerRange, TensorRank
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
+from engine.memory.pools import StagePools
+from pool.disk.folder import CacheFolder
+from pool.disk.stage_blocks import StageBlocks
+from runtime.process.host_memory import MIB
+
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 2, 9, 4, 5
+HEADS, DIM, RANK, CHANNELS = 4, 3, 5, (4, 8)
+
+
+def specs() -> tuple[CacheSpec, ...]:
+    """Return caches that are divided by heads, by two blocks of channels, and not at all."""
+    found = list[CacheSpec]()
+    for layer in range(NUM_LAYERS):
+        if layer % 2:
+            shape = (2, HEADS, PAGE_SIZE, DIM)
+            found.append(
+                CacheSpec(layer, CacheKind.KV, shape, "float32", 4, split_axis=1, blocks=(HEADS,))
+            )
+            found.append(CacheSpec(layer, CacheKind.LATENT, (PAGE_SIZE, RANK), "int32", 4))
+        else:
+            inputs = (3, sum(CHANNELS))
+            found.append(
+                CacheSpec(
+                    layer, CacheKind.CONV, inputs, "float32", 4, split_axis=1, blocks=CHANNELS
+                )
+            )
+    return tuple(found)
+
+
+def value(spec: CacheSpec, number: int) -> torch.Tensor:
+    """Return the whole record of a block with this number."""
+    seed = torch.Generator().manual_seed(number * 100 + spec.layer_id * 10 + len(spec.kind))
+    return torch.randint(1, 1 << 20, spec.record_shape, generator=seed, dtype=torch.int32).to(
+        getattr(torch, spec.dtype)
+    )
+
+
+def part_of(spec: CacheSpec, record: torch.Tensor, tensor: TensorRank) -> torch.Tensor:
+    """Return a rank's part of a record, by slices of each block."""
+    if spec.split_axis is None:
+        return record
+    pieces, start = [], 0
+    for length in spec.blocks:
+        each = length // tensor.size
+        first = start + tensor.rank * each
+        pieces.append(record.narrow(spec.split_axis, first, each))
+        start += length
+    return torch.cat(pieces, spec.split_axis)
+
+
+def stage(folder: Path, layers: LayerRange, tensor: TensorRank) -> tuple[StageBlocks, StagePools]:
+    geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, layers, specs(), tensor)
+    pools = StagePools(geometry)
+    return StageBlocks(CacheFolder(folder, 64 * MIB), pools), pools
+
+
+def layout(num_stages: int, num_ranks: int) -> list[tuple[LayerRange, TensorRank]]:
+    bounds = [round(stage * NUM_LAYERS / num_stages) for stage in range(num_stages + 1)]
+    return [
+        (LayerRange(start, end), TensorRank(rank, num_ranks))
+        for start, end in itertools.pairwise(bounds)
+        for rank in range(num_ranks)
+    ]
+
+
+def fill(pools: StagePools, number: int, index: int) -> None:
+    """Write the block with this number to the page and the slot with this index."""
+    geometry = pools.geometry
+    for spec in specs():
+        if spec.layer_id in geometry.layers:
+            tensor = pools.of_kind(spec.kind)[spec.layer_id]
+            tensor[index] = part_of(spec, value(spec, number), geometry.tensor)
+
+
+def holds(pools: StagePools, number: int, index: int, *, paged: bool) -> bool:
+    """Return whether the page with this index, or else the slot, has the block with this number."""
+    geometry = pools.geometry
+    return all(
+        np.array_equal(
+            pools.of_kind(spec.kind)[spec.layer_id][index].numpy(),
+            part_of(spec, value(spec, number), geometry.tensor).numpy(),
+        )
+        for spec in specs()
+        if spec.layer_id in geometry.layers and spec.kind.is_paged is paged
+    )

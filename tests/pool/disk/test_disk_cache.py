@@ -1,0 +1,265 @@
+"""The leader's part of a disk cache: what it leases, and what becomes of it when things go wrong."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine.core.request import Request, SamplingParams
+from engine.memory.integrity import check_integrity
+from engine.memory.leases import PageAllocator, SlotAllocator
+from pool.disk.disk_cache import MAX_READS, DiskCache
+from pool.disk.stage_blocks import BlockMove
+from pool.prefix.cache import PrefixCache
+from pool.prefix.tree import ResumeRule
+from runtime.clock import SystemClock
+from runtime.errors import UnavailableError
+from runtime.observe.metrics import DiskMetrics
+
+T = TypeVar("T")
+PAGE = 4
+
+
+def names(text: str) -> tuple[bytes, ...]:
+    """Return a prompt's names: one for each letter, chained."""
+    return tuple(text[: end + 1].encode() for end in range(len(text)))
+
+
+def request(blocks: tuple[bytes, ...], *, num_prompt_logprobs: int | None = None) -> Request:
+    prompt = tuple(range(len(blocks) * PAGE + 1))
+    params = SamplingParams(temperature=0)
+    return Request("r", prompt, 4, params, num_prompt_logprobs=num_prompt_logprobs)
+
+
+class DirectLoop:
+    """Runs commands at once."""
+
+    def post(self, command: Callable[[], object]) -> None:
+        command()
+
+    async def submit(self, call: Callable[[], T], *, undo: Callable[[T], object]) -> T:
+        return call()
+
+
+@dataclass
+class KnownBlocks:
+    """The disk of a stage, which knows some blocks."""
+
+    known: set[bytes]
+    reading: None = None
+
+    def num_known(self, asked: tuple[bytes, ...], *, with_state: bool) -> int:
+        assert not with_state
+        count = 0
+        while count < len(asked) and asked[count] in self.known:
+            count += 1
+        return count
+
+    num_bytes: int = 0
+
+
+@dataclass
+class Stages:
+    """The stages of a pool: they move blocks when they may, as many as they can."""
+
+    may_move: asyncio.Event = field(default_factory=asyncio.Event)
+    moves: list[BlockMove] = field(default_factory=list)
+    most: int = 1000
+    error: UnavailableError | None = None
+
+    async def move(self, move: BlockMove) -> int:
+        self.moves.append(move)
+        await self.may_move.wait()
+        if self.error is not None:
+            raise self.error
+        return min(self.most, len(move.names))
+
+
+class Scene:
+    """A disk cache over 40 pages, and the disk that knows the blocks of one prompt."""
+
+    def __init__(self, on_disk: str, *, num_pages: int = 41) -> None:
+        self.pages, self.slots = PageAllocator(num_pages), SlotAllocator(0)
+        self.cache = PrefixCache(ResumeRule(PAGE), self.pages, self.slots, SystemClock())
+        self.stages = Stages()
+        self.disk = DiskCache(
+            self.cache,
+            KnownBlocks(set(names(on_disk))),  # type: ignore[arg-type]
+            DirectLoop(),  # type: ignore[arg-type]
+            self.stages.move,
+            DiskMetrics.create(CollectorRegistry()),
+        )
+
+    def bring(self, text: str) -> asyncio.Task[None]:
+        return asyncio.create_task(self.disk.bring(request(names(text)), names(text)))
+
+    def num_cached(self, text: str) -> int:
+        return len(self.cache.find(names(text), len(text) * PAGE + 1).page_ids)
+
+    def check_ended(self) -> None:
+        """Nothing is leased, and what is not cached is free."""
+        check_integrity([self.pages.ledger], live_owners=())
+        assert self.pages.num_available == self.pages.num_total
+
+    def count(self, event: str) -> float:
+        return float(self.disk.metrics.blocks.labels(event)._value.get())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_blocks_are_leased_until_they_are_cached() -> None:
+    scene = Scene("abcd")
+    bringing = scene.bring("abcdxy")
+    await until(lambda: scene.stages.moves)
+    (move,) = scene.stages.moves
+    assert (move.load, move.names) == (True, names("abcd"))
+    assert scene.pages.num_available == scene.pages.num_total - 4
+    assert scene.num_cached("abcd") == 0
+    check_integrity([scene.pages.ledger], live_owners=scene.cache.holders)
+    scene.stages.may_move.set()
+    await bringing
+    assert scene.num_cached("abcdxy") == 4
+    assert len(scene.stages.moves) == 1, "what comes from the disk is not written there again"
+    scene.check_ended()
+    await scene.bring("abcdxy")
+    assert len(scene.stages.moves) == 1, "and is not read again"
+
+
+async def test_only_blocks_that_memory_lacks_are_read() -> None:
+    scene = Scene("abcd")
+    scene.stages.may_move.set()
+    scene.stages.most = 2
+    await scene.bring("abcd")
+    assert scene.num_cached("abcd") == 2
+    scene.stages.most = 1000
+    await scene.bring("abcd")
+    assert [move.names for move in scene.stages.moves] == [names("abcd"), names("abcd")[2:]]
+    assert scene.num_cached("abcd") == 4
+    assert (scene.count("read"), scene.count("missing")) == (4, 2)
+    scene.check_ended()
+
+
+async def test_prompts_that_begin_alike_share_one_read() -> None:
+    scene = Scene("abcd")
+    waiting = [scene.bring(text) for text in ("abcd", "abcdef", "abxy")]
+    await until(lambda: scene.stages.moves)
+    await asyncio.sleep(0.02)
+    assert len(scene.stages.moves) == 1
+    scene.stages.may_move.set()
+    await asyncio.gather(*waiting)
+    assert len(scene.stages.moves) == 1
+    scene.check_ended()
+
+
+async def test_nothing_is_cached_after_a_loss_in_the_middle() -> None:
+    """A stage that was replaced meanwhile comes with empty memory."""
+    scene = Scene("abcd")
+    bringing = scene.bring("abcd")
+    await until(lambda: scene.stages.moves)
+    scene.cache.clear()
+    scene.stages.may_move.set()
+    await bringing
+    assert scene.num_cached("abcd") == 0
+    scene.check_ended()
+
+
+async def test_a_lost_stage_ends_the_read() -> None:
+    scene = Scene("abcd")
+    scene.stages.error = UnavailableError("stage 1 died")
+    scene.stages.may_move.set()
+    await scene.bring("abcd")
+    assert scene.num_cached("abcd") == 0
+    scene.check_ended()
+
+
+async def test_a_slow_disk_keeps_its_memory_but_not_the_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pool.disk.disk_cache.READ_LIMIT_S", 0.05)
+    scene = Scene("abcd")
+    await scene.bring("abcd")
+    assert scene.pages.num_available == scene.pages.num_total - 4, "a stage may still write there"
+    await scene.bring("xyz")  # no other one waits as long as the disk does not answer
+    scene.stages.may_move.set()
+    await until(lambda: scene.num_cached("abcd") == 4)
+    scene.check_ended()
+
+
+async def test_a_cancelled_request_leaves_the_read_to_others() -> None:
+    scene = Scene("abcd")
+    bringing = scene.bring("abcd")
+    await until(lambda: scene.stages.moves)
+    bringing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bringing
+    scene.stages.may_move.set()
+    await until(lambda: scene.num_cached("abcd") == 4)
+    scene.check_ended()
+
+
+async def test_without_room_nothing_is_read() -> None:
+    scene = Scene("abcd", num_pages=8)
+    with scene.pages.alloc(5, owner="a request"):
+        await scene.bring("abcd")
+    assert scene.stages.moves == []
+    scene.check_ended()
+
+
+async def test_reads_at_a_time_are_bounded() -> None:
+    texts = "abcdefghijkl"
+    scene = Scene("")
+    scene.disk.own.known.update(text.encode() for text in texts)  # type: ignore[attr-defined]
+    waiting = [scene.bring(text) for text in texts]
+    await until(lambda: len(scene.stages.moves) == MAX_READS)
+    await asyncio.sleep(0.02)
+    assert sum(task.done() for task in waiting) == len(texts) - MAX_READS
+    scene.stages.may_move.set()
+    await asyncio.gather(*waiting)
+    scene.check_ended()
+
+
+async def test_prompts_whose_tokens_are_all_scored_are_computed() -> None:
+    scene = Scene("abcd")
+    await scene.disk.bring(request(names("abcd"), num_prompt_logprobs=1), names("abcd"))
+    assert scene.stages.moves == []
+
+
+async def test_blocks_are_not_read_if_computing_them_is_faster() -> None:
+    scene = Scene("abcdefgh")
+    scene.stages.may_move.set()
+    scene.stages.most = 1
+    await scene.bring("abcdefgh")  # the first read shows how long a block takes
+    scene.disk.least_s = lambda num_tokens: 1e-12
+    for _ in range(15):
+        await scene.bring("abcdefgh")
+    assert len(scene.stages.moves) == 1
+    assert scene.count("slower") == 15 * 7
+    await scene.bring("abcdefgh")
+    assert len(scene.stages.moves) == 2, "from time to time it is tried again"
+
+
+async def test_new_blocks_are_written_and_stay_until_then() -> None:
+    scene = Scene("")
+    with scene.pages.alloc(3, owner="a request") as lease:
+        scene.cache.insert(names("abc"), lease.page_ids)
+        page_ids = tuple(lease.page_ids)
+    await until(lambda: scene.stages.moves)
+    (move,) = scene.stages.moves
+    assert (move.load, move.names, move.page_ids) == (False, names("abc"), page_ids)
+    scene.cache.clear()
+    assert scene.pages.num_free == scene.pages.num_total - 3, "a stage still reads them"
+    scene.stages.may_move.set()
+    await until(lambda: scene.pages.num_free == scene.pages.num_total)
+    await scene.disk.finish(1)
+    assert scene.count("written") == 3
+    with scene.pages.alloc(6, owner="a request") as lease:
+        scene.cache.insert(names("abcdef"), lease.page_ids)
+    assert scene.count("skipped") == 6, "writes lease a part of the memory only"
+    scene.check_ended()

@@ -1,0 +1,80 @@
+"""The folder of a disk cache: its limit, its order of removal, and its privacy."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.core.layer_range import LayerRange, TensorRank
+from pool.disk.folder import ABANDONED_S, FOLDER, CacheFolder
+from pool.disk.part_file import Content, StagePart
+from runtime.errors import ConfigError
+
+PART = StagePart(LayerRange(0, 2), TensorRank())
+SIZE = 100
+
+
+def put(folder: CacheFolder, number: int, *, age_s: float = 0.0) -> Path:
+    """Write a file that was used some time ago."""
+    name = number.to_bytes(16, "little")
+    folder.prepare(name)
+    path = folder.path_of(name, Content.PAGE, PART)
+    path.write_bytes(bytes(SIZE))
+    used_s = time.time() - age_s
+    os.utime(path, (used_s, used_s))
+    return path
+
+
+def test_the_files_that_were_not_used_for_longest_go_first(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path, 16 * SIZE)
+    paths = [put(folder, number, age_s=number) for number in range(20)]
+    folder.use(paths[18:])
+    folder.check()
+    kept = [number for number, path in enumerate(paths) if path.exists()]
+    assert kept == [*range(13), 18, 19], (
+        "and there is room for what is written until the next check"
+    )
+    assert folder.num_bytes == 15 * SIZE
+    assert not paths[15].parent.exists()
+    assert [
+        folder.has(number.to_bytes(16, "little"), Content.PAGE, PART) for number in (0, 15)
+    ] == [
+        True,
+        False,
+    ]
+
+
+def test_what_is_written_stays_within_the_limit(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path, 32 * SIZE)
+    for number in range(200):
+        put(folder, number, age_s=1000 - number)
+        folder.written(SIZE)
+        held = sum(path.stat().st_size for path in tmp_path.rglob("page.*"))
+        assert held <= 32 * SIZE
+    assert held >= 28 * SIZE
+
+
+def test_unfinished_files_go_once_they_are_old(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path, 100 * SIZE)
+    path = put(folder, 1)
+    fresh, old = path.with_name(".page.1"), path.with_name(".page.2")
+    for each in (fresh, old):
+        each.write_bytes(bytes(SIZE))
+    os.utime(old, (time.time() - 2 * ABANDONED_S,) * 2)
+    folder.check()
+    assert [each.exists() for each in (path, fresh, old)] == [True, True, False]
+
+
+def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
+    CacheFolder(tmp_path, SIZE)
+    assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
+    (tmp_path / FOLDER).chmod(0o750)
+    with pytest.raises(ConfigError, match="must belong to the user of this process"):
+        CacheFolder(tmp_path, SIZE)
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"disk_cache .*/file"):
+        CacheFolder(tmp_path / "file", SIZE)

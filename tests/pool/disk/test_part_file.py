@@ -1,0 +1,115 @@
+"""Files of the disk cache: others can open them, and whatever is done to them, no wrong byte is
+accepted."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.core.layer_range import LayerRange, TensorRank
+from pool.disk.part_file import Content, PartLayout, StagePart, read_part, write_part
+from tests.pool.disk.caches import specs
+
+NAME, OTHER = b"n" * 16, b"o" * 16
+PART = StagePart(LayerRange(0, 3), TensorRank(1, 2))
+LAYOUT = PartLayout(specs(), Content.PAGE, PART)
+DICE = random.Random(11)
+RECORDS = [memoryview(bytearray(DICE.randbytes(spec.record_bytes))) for spec in LAYOUT.of_part]
+
+
+def fresh() -> list[memoryview]:
+    return [memoryview(bytearray(len(record))) for record in RECORDS]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "page"
+    assert write_part(path, LAYOUT, NAME, RECORDS) == path.stat().st_size == LAYOUT.num_bytes(NAME)
+    assert path.stat().st_mode & 0o777 == 0o600
+    return path
+
+
+def is_refused(path: Path, layout: PartLayout = LAYOUT, name: bytes = NAME) -> bool:
+    return not read_part(path, layout, name, fresh())
+
+
+def test_a_file_is_read_as_it_was_written(path: Path) -> None:
+    records = fresh()
+    assert read_part(path, LAYOUT, NAME, records)
+    assert records == RECORDS
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_the_format_is_that_of_safetensors(path: Path) -> None:
+    tensors = load_file(path)
+    assert list(tensors) == ["layers.1.kv", "layers.1.latent", "seals"]
+    kv = tensors["layers.1.kv"]
+    assert kv.shape == (2, 2, 2, 3)
+    assert kv.tobytes() == RECORDS[0].tobytes()
+    assert tensors["layers.1.latent"].dtype == np.int32
+
+
+def test_every_flipped_bit_is_found(path: Path) -> None:
+    data = path.read_bytes()
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << DICE.randrange(8)
+        path.write_bytes(damaged)
+        assert is_refused(path), at
+    path.write_bytes(data)
+    assert not is_refused(path)
+
+
+def test_every_other_length_is_found(path: Path) -> None:
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        assert is_refused(path), length
+        path.write_bytes(data[:length].ljust(len(data), b"\0"))
+        assert is_refused(path) or data[length:].strip(b"\0") == b"", length
+    path.write_bytes(data + b"\0")
+    assert is_refused(path)
+
+
+def test_a_file_in_the_place_of_another_is_not_used(path: Path) -> None:
+    assert is_refused(path, name=OTHER)
+    for part in (
+        StagePart(LayerRange(0, 3), TensorRank(0, 2)),
+        StagePart(LayerRange(1, 3), TensorRank(1, 2)),
+    ):
+        assert is_refused(path, PartLayout(specs(), Content.PAGE, part))
+    states = PartLayout(specs(), Content.STATE, PART)
+    assert not read_part(path, states, NAME, [memoryview(bytearray(72)) for _ in states.of_part])
+
+
+def test_tensors_cannot_change_places(path: Path) -> None:
+    """Whole files with the header of one block and the tensors, or the seals, of another."""
+    other = path.with_name("other")
+    write_part(other, LAYOUT, OTHER, RECORDS)
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    start, seals = len(LAYOUT.header(NAME)), -LAYOUT.num_seal_bytes
+    assert len(mine) == len(theirs)
+    assert mine[start:seals] == theirs[start:seals]
+    for data in (mine[:start] + theirs[start:], theirs[:start] + mine[start:]):
+        path.write_bytes(data)
+        assert is_refused(path)
+        assert is_refused(path, name=OTHER)
+
+
+def test_nothing_else_is_read(tmp_path: Path, path: Path) -> None:
+    assert is_refused(tmp_path / "missing")
+    assert is_refused(tmp_path)
+    (tmp_path / "link").symlink_to(path)
+    assert is_refused(tmp_path / "link")
+    assert not is_refused(path)
+
+
+def test_an_unfinished_file_has_no_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_part(tmp_path / "no folder" / "page", LAYOUT, NAME, RECORDS)
+    (tmp_path / "page").mkdir()  # it cannot be replaced
+    with pytest.raises(OSError, match="directory"):
+        write_part(tmp_path / "page", LAYOUT, NAME, RECORDS)
+    assert [file.name for file in tmp_path.iterdir()] == ["page"]
