@@ -59,7 +59,7 @@ Adapters = Annotated[
         "one as MODEL:ADAPTER."
     ),
 ]
-DiskCache = Annotated[
+DiskCacheFolder = Annotated[
     Path | None,
     Field(description="Directory for a copy of the workers' prefix caches, which outlives them."),
 ]
@@ -132,7 +132,7 @@ class ClusterSettings(Config):
     memory_mb: MemoryMb = None
     max_context: MaxContext = None
     adapters: Adapters = None
-    disk_cache: DiskCache = None
+    disk_cache: DiskCacheFolder = None
     model_name: str = Field(
         default="", description="Name of the model in the API; default: the folder's name."
     )

@@ -30,6 +30,7 @@ MAX_READS = 8  # at a time; further prompts are computed
 WRITE_SHARE = 8  # at most one page in so many is leased for writes
 READ_LIMIT_S = 30.0  # seconds that a request waits for its blocks
 RETRY = 16  # one in so many reads is tried though computing seems faster
+REFRESH_S = 60.0  # seconds between two notes on disk that blocks are in use
 _OWNER = "disk cache"
 _NEWEST = 0.25  # weight of the latest read in the mean time per block
 
@@ -77,6 +78,7 @@ class DiskCache:
     least_s: Callable[[int], float] = lambda num_tokens: 0.0
     _reads: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _refreshed: set[bytes] = field(default_factory=set)  # last blocks of prompts, for a while
     _writing_pages: int = 0  # of the engine thread
     _block_s: float = 0.0  # mean seconds to read a block; 0 before the first
     _num_slower: int = 0  # prompts for which computing seemed faster
@@ -127,7 +129,17 @@ class DiskCache:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
+    def _refresh(self, names: tuple[bytes, ...]) -> None:
+        """Note on disk that memory has these blocks, so that they are not the first to go there."""
+        if not names or names[-1] in self._refreshed:
+            return
+        if not self._refreshed:
+            self._events.call_later(REFRESH_S, self._refreshed.clear)
+        self._refreshed.add(names[-1])
+        self.own.writing.submit(self.own.use, names)
+
     async def _bring(self, names: tuple[bytes, ...]) -> None:
+        self._refresh(names[: self.cache.num_resumable(names)])
         tried = set[bytes]()  # first missing blocks that others have read
         while not self._is_stuck:
             known = self.cache.num_resumable(names)

@@ -2,12 +2,13 @@
 
     DIR/baton-cache/4f/4f1c…/page.0-16.0of1      a block's files, one for each part of a stage
 
-Each process bounds the folder: from time to time it adds up the sizes, and removes the files that
-were not used for the longest time. Only one user may read the folder.
+Each process bounds the folder: from time to time it adds up the sizes, and removes the blocks that
+were not used for the longest time, each with all of its files. Only one user may read the folder.
 """
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _OTHERS = 0o077  # permissions of everyone but the user
 
 
 @dataclass(frozen=True)
-class _StoredFile:
+class _StoredBlock:
     used_s: float
     num_bytes: int
     path: str
@@ -109,24 +110,21 @@ class CacheFolder:
     def check(self) -> None:
         """Add up the files, and remove the oldest until there is room for what comes next."""
         self._num_written = 0
-        files = sorted(self._files(), key=lambda file: file.used_s)
-        self.num_bytes = sum(file.num_bytes for file in files)
+        blocks = sorted(self._blocks(), key=lambda block: block.used_s)
+        num_bytes = sum(block.num_bytes for block in blocks)
         room = self.max_bytes // CHECKS
-        for file in files:
-            if self.num_bytes + room <= self.max_bytes:
+        for block in blocks:
+            if num_bytes + room <= self.max_bytes:
                 break
-            self.num_bytes -= file.num_bytes
-            path = Path(file.path)
-            try:
-                path.unlink(missing_ok=True)
-                path.parent.rmdir()  # fails while it has other files
-            except OSError:
-                continue
+            num_bytes -= block.num_bytes
+            shutil.rmtree(block.path, ignore_errors=True)
+        self.num_bytes = num_bytes
 
-    def _files(self) -> Iterator[_StoredFile]:
-        """Return the files, and remove what processes have left unfinished."""
+    def _blocks(self) -> Iterator[_StoredBlock]:
+        """Return the blocks, and remove what processes have left unfinished."""
         abandoned_s = time.time() - ABANDONED_S
         for folder, _, names in os.walk(self._path):
+            used_s, num_bytes = 0.0, 0
             for name in names:
                 path = os.path.join(folder, name)
                 try:
@@ -135,8 +133,10 @@ class CacheFolder:
                         os.unlink(path)
                         continue
                 except OSError:
-                    continue
-                yield _StoredFile(found.st_mtime, found.st_size, path)
+                    continue  # another process has removed it
+                used_s, num_bytes = max(used_s, found.st_mtime), num_bytes + found.st_size
+            if names and Path(folder).parent.parent == self._path:
+                yield _StoredBlock(used_s, num_bytes, folder)
 
     def _block(self, name: bytes) -> Path:
         text = name.hex()

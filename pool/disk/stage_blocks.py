@@ -97,6 +97,10 @@ class StageBlocks:
             self._folder.use(self._own_paths(move.names[:count]))
         return count
 
+    def use(self, names: Sequence[bytes]) -> None:
+        """Note that blocks were used though they were not read. For the thread of `writing`."""
+        self._folder.use(self._own_paths(names))
+
     def close(self) -> None:
         """End its threads after what they have begun."""
         for executor in (self.reading, self.writing):

@@ -141,10 +141,7 @@ class PrefixTree:
         return len(self._runs)
 
     def num_resumable(self, names: Sequence[bytes]) -> int:
-        """Return the depth of the deepest resume point among these blocks, without their pages.
-
-        Any thread may ask. The answer is only a hint, because the tree may change at any time.
-        """
+        """Return the depth of the deepest resume point of these blocks: a hint, for any thread."""
         if not self._rule.has_states:
             return self._rule.point_before(self._num_known(names))
         points = self._points or {}

@@ -87,8 +87,8 @@ def build_stage(
     keep_freed_memory()
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
-    pools = StagePools(plan.geometry, device=str(backends.device))
-    speculation = plan.speculation
+    device, speculation = backends.device, plan.speculation
+    pools = StagePools(plan.geometry, device=str(device))
     digest, draft_digest, place = WeightsDigest(), WeightsDigest(), config.placement
     overlap = Overlap(config.overlap_tokens) if config.overlap_tokens else None
     ranks = StageRanks(
@@ -98,11 +98,8 @@ def build_stage(
         while_under_way=overlap.pass_turn if overlap is not None else lambda: None,
     )
     model, runs_on = _load_layers(plan, pools, backends, digest, ranks, speculates=speculates)
-    agent = _agent(
-        config, pools, backends.device, incarnation, on_event=on_event, on_refused=on_refused
-    )
-    observer = observe_layers(agent, layer_mark(backends.device))
-    device = backends.device
+    agent = _agent(config, pools, device, incarnation, on_event=on_event, on_refused=on_refused)
+    observer = observe_layers(agent, layer_mark(device))
     graphs = _build_replays(config, plan, model, runs_on, device, observer, decodes=speculates)
     executor = build_executor(model, runs_on, device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
@@ -112,7 +109,7 @@ def build_stage(
         capture = partial(build_draft_graphs, config, parts, speculation)
         drafter = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
         reader = role_drafter(speculation, drafter, observer, speculates=speculates)
-    grammars = _grammars(config, plan.description.facts)
+    grammars, disk = _grammars(config, plan.description.facts), _disk(config, pools)
     agent.start()  # last, so that an error above leaves no thread running
     return Stage(
         plan,
@@ -123,11 +120,11 @@ def build_stage(
         ranks,
         stage_counts(executor, drafter),
         grammars,
-        backends.device,
+        device,
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
         _adapters(config, plan, model, executor),
-        _disk(config, pools),
+        disk,
     )
 
 

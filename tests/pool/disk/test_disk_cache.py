@@ -1,7 +1,7 @@
 """The leader's part of a disk cache: what it leases, and what becomes of it when things go wrong."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -49,7 +49,9 @@ class KnownBlocks:
     """The disk of a stage, which knows some blocks."""
 
     known: set[bytes]
+    used: list[bytes] = field(default_factory=list)
     reading: None = None
+    num_bytes: int = 0
 
     def num_known(self, asked: tuple[bytes, ...], *, with_state: bool) -> int:
         assert not with_state
@@ -58,7 +60,15 @@ class KnownBlocks:
             count += 1
         return count
 
-    num_bytes: int = 0
+    @property
+    def writing(self) -> "KnownBlocks":
+        return self
+
+    def submit(self, call: Callable[[Sequence[bytes]], None], names: Sequence[bytes]) -> None:
+        call(names)
+
+    def use(self, names: Sequence[bytes]) -> None:
+        self.used += names
 
 
 @dataclass
@@ -263,3 +273,11 @@ async def test_new_blocks_are_written_and_stay_until_then() -> None:
         scene.cache.insert(names("abcdef"), lease.page_ids)
     assert scene.count("skipped") == 6, "writes lease a part of the memory only"
     scene.check_ended()
+
+
+async def test_blocks_in_use_in_memory_are_not_the_first_to_go_on_disk() -> None:
+    scene = Scene("abcd")
+    scene.stages.may_move.set()
+    for text in ("abcd", "abcdxy", "abcdz"):
+        await scene.bring(text)
+    assert scene.disk.own.used == list(names("abcd"))  # type: ignore[attr-defined]

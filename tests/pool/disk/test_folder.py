@@ -66,6 +66,18 @@ def test_unfinished_files_go_once_they_are_old(tmp_path: Path) -> None:
     assert [each.exists() for each in (path, fresh, old)] == [True, True, False]
 
 
+def test_only_blocks_are_removed(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path, SIZE)
+    put(folder, 1)
+    others = [tmp_path / "mine", tmp_path / FOLDER / "mine", tmp_path / FOLDER / "ab" / "mine"]
+    (tmp_path / FOLDER / "ab").mkdir()
+    for path in others:
+        path.write_bytes(bytes(10 * SIZE))
+    folder.check()
+    assert [path.exists() for path in others] == [True, True, True]
+    assert not list(tmp_path.rglob("page.*"))
+
+
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     CacheFolder(tmp_path, SIZE)
     assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
