@@ -709,6 +709,29 @@ CACHE = Dashboard(
             (PanelQuery(of("baton_cache_snapshots"), "{{instance}}"),),
         ),
         Panel(
+            "Disk cache",
+            "short",
+            "Pages per second: written, read, or not, and why.",
+            (
+                PanelQuery(
+                    rate("baton_disk_cache_blocks_total", "instance, event"),
+                    "{{instance}} {{event}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Reading from disk",
+            "s",
+            "Time per prompt; its request waits for it.",
+            quantiles("baton_disk_cache_read_seconds"),
+        ),
+        Panel(
+            "Disk",
+            "bytes",
+            "Size of the folder of the disk cache.",
+            (PanelQuery(of("baton_disk_cache_used_bytes"), "{{instance}}"),),
+        ),
+        Panel(
             "Evicted pages",
             "short",
             "Per second, by cause: memory pressure, or a flush.",

@@ -44,7 +44,7 @@ class CacheFolder:
         """
         self._path = parent / FOLDER
         self.max_bytes = max_bytes
-        self.num_bytes = 0  # of all files, when they were last added up
+        self.num_bytes = 0  # of all files when they were last added up, and of later own ones
         self._num_written = max_bytes  # bytes since then; it begins with a check
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,6 +104,7 @@ class CacheFolder:
     def written(self, num_bytes: int) -> None:
         """Note that a file was written; remove old ones if all of them exceed the limit."""
         self._num_written += num_bytes
+        self.num_bytes += num_bytes
         if self._num_written * CHECKS >= self.max_bytes:
             self.check()
 

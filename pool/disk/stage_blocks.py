@@ -56,7 +56,7 @@ class StageBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all files in the folder, when they were last added up."""
+        """Return the size of the folder, without what others have written lately."""
         return self._folder.num_bytes
 
     @property

@@ -783,7 +783,7 @@ class DiskMetrics:
             num_bytes=_gauge(
                 registry,
                 "disk_cache_used_bytes",
-                "Size of the folder of the disk cache, as the leader last added it up.",
+                "Size of the folder of the disk cache, without what others have written lately.",
             ),
         )
 

@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from runtime.observe.catalogue import families
 from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
 from tests.support.cluster.questions import as_query, make_questions
@@ -56,6 +58,10 @@ SHOWN_ELSEWHERE = {
     ("prefill-0", "baton_cache_matched_tokens"),
     ("prefill-0", "baton_cache_reused_tokens"),
     ("decode-0.0", "baton_cache_snapshots"),  # they come with the prompts
+    # Without states, which come with the prompts, it writes nothing to its disk cache.
+    ("decode-0.0", "baton_disk_cache_blocks"),
+    ("decode-0.0", "baton_disk_cache_read_seconds"),
+    ("decode-0.0", "baton_disk_cache_used_bytes"),
     ("prefill-0", "baton_queue_depth"),
     ("decode-0.0", "baton_queue_depth"),
     ("prefill-0", "baton_queue_oldest_seconds"),
@@ -90,6 +96,7 @@ async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, floa
         await asyncio.gather(
             *(running.client.complete(as_query(question), timeout_s=60) for question in questions)
         )
+        await running.client.flush_caches()  # the disk still has the longest one
         for adapter in ("", "", "a", "b", "a"):
             query = as_query(replace(longest, adapter=adapter))
             await running.client.complete(query, timeout_s=60)
@@ -127,10 +134,13 @@ def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
     }
 
 
-async def test_every_metric_moves(checkpoint: Path, tmp_path: Path) -> None:
+async def test_every_metric_moves(
+    checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for seed, name in enumerate("ab"):
         write_adapter(tmp_path / name, checkpoint, seed=seed, rank=32)
-    flags = ("--max-running", "4", "--adapters-mb", "1")
+    disk = tmp_path_factory.mktemp("disk")
+    flags = ("--max-running", "4", "--adapters-mb", "1", "--disk-cache", str(disk))
     async with running_cluster(
         checkpoint, decode_pp=2, adapters=tmp_path, worker_flags=flags
     ) as running:

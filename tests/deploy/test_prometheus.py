@@ -300,7 +300,7 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
     write_adapter(adapters / "first", checkpoint, seed=1)
     flags = (
         *("--draft", str(draft), "--no-spec-adaptive", "--adapters", str(adapters)),
-        *("--num-pages", "12", "--max-running", "6"),
+        *("--num-pages", "12", "--max-running", "6", "--disk-cache", str(tmp_path / "disk")),
     )
     began = time.time()
     async with (
@@ -317,6 +317,7 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
         await _is_quiet(shop, lab, server, len(targets) + len(lab.roles))
         watch = Watch(server)
         await _use_adapters(shop, checkpoint, adapters)
+        await _use_disk(shop, tmp_path / "disk")
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch.run())
             await shop_troubles(shop, watch)
@@ -351,6 +352,18 @@ async def _use_adapters(shop: RunningCluster, checkpoint: Path, folder: Path) ->
         while "second" not in (await shop.client.model_info()).adapters:
             pass
     await shop.client.complete(as_query(replace(question, adapter="second")), timeout_s=60)
+
+
+async def _use_disk(shop: RunningCluster, folder: Path) -> None:
+    """Ask a prompt of a page again once only the disk has it."""
+    query = replace(as_query(make_questions(1, seed=1)[0]), prompt=tuple(range(3, 103)))
+    await shop.client.complete(query, timeout_s=60)
+    async with asyncio.timeout(30):
+        while not list(folder.rglob("state.*")):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.05)
+    await shop.client.flush_caches()
+    completion = await shop.client.complete(query, timeout_s=60)
+    assert completion.finish.usage.cached_tokens == 64
 
 
 async def _has_values(server: Prometheus, expr: str, began: float, ended: float) -> bool:
