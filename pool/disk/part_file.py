@@ -24,10 +24,12 @@ from typing import Self
 
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry, travelling
+from runtime.digests import NAME_BYTES
 from transfer.transport.authenticator import KEY_BYTES, SEAL_BYTES, Authenticator, derived
 
 FORMAT = "baton cache 1"
 SEALS = "seals"
+_NO_NAME = bytes(NAME_BYTES).hex().encode()
 _DTYPES = {
     "bfloat16": "BF16",
     "float16": "F16",
@@ -111,11 +113,15 @@ class PartLayout:
 
     def header(self, name: bytes) -> bytes:
         """Return the bytes of a block's file in front of the tensors."""
+        return self._header_of_none.replace(_NO_NAME, name.hex().encode(), 1)
+
+    @cached_property
+    def _header_of_none(self) -> bytes:
         tensors: dict[str, object] = {
             "__metadata__": {
                 "format": FORMAT,
                 "content": str(self.content),
-                "block": name.hex(),
+                "block": _NO_NAME.decode(),
                 "part": str(self.part),
             }
         }
@@ -204,6 +210,18 @@ def read_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[mem
         and found == header
         and hmac.compare_digest(bytes(seals), layout.seals(name, records))
     )
+
+
+def prefetch_part(path: Path) -> None:
+    """Have the kernel begin to read a file, if it is there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _read_all(descriptor: int, pieces: Sequence[memoryview]) -> int:

@@ -16,11 +16,19 @@ from engine.kernels.host.codegen.one_thread import use_one_thread
 from engine.memory.layout import NULL_INDEX, CacheSpec, stretches
 from engine.memory.pools import StagePools
 from pool.disk.folder import CacheFolder
-from pool.disk.part_file import Content, PartLayout, StagePart, read_part, write_part
+from pool.disk.part_file import (
+    Content,
+    PartLayout,
+    StagePart,
+    prefetch_part,
+    read_part,
+    write_part,
+)
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+AHEAD = 2  # blocks from the one that is read to the one that the kernel begins to read
 NICENESS = 5  # of writes, added to that of the process: steps go first
 
 
@@ -84,10 +92,14 @@ class StageBlocks:
         """
         carry = self._load if move.load else self._store
         # All are tried, so that no damaged file stays in the way of its replacement.
-        moved = [
-            carry(name, Content.PAGE, page_id)
-            for name, page_id in zip(move.names, move.page_ids, strict=True)
-        ]
+        moved = list[bool]()
+        for at, (name, page_id) in enumerate(zip(move.names, move.page_ids, strict=True)):
+            if move.load and at + AHEAD < len(move.names):
+                # The disk works while this thread checks what it has read.
+                prefetch_part(
+                    self._folder.path_of(move.names[at + AHEAD], Content.PAGE, self._part)
+                )
+            moved.append(carry(name, Content.PAGE, page_id))
         count = moved.index(False) if False in moved else len(moved)
         if move.slot_id != NULL_INDEX:
             has_state = carry(move.state_of, Content.STATE, move.slot_id)

@@ -1,0 +1,219 @@
+"""`python -m bench.disk_cache`: speed of the disk cache, of one stage and in a whole local cluster.
+
+Random bf16 weights and caches of Qwen3-0.6B's shape. Turns of both sides alternate; a ratio is the
+median over pairs of turns.
+
+    read_ratio        bytes a second from files into the pools, checked / read into one buffer, unchecked
+    warm_read_ratio   the same, of files in the kernel's page cache
+    write_ratio       bytes a second from the pools into files / written from one buffer
+    disk_ttft_ratio   first token of a prompt that only the disk has / of an uncached one, one by one
+    memory_ttft_ratio the same, of one that memory has
+
+Bars: `read_ratio` at least 0.7, `disk_ttft_ratio` at most 0.35. `--parts` selects from: files,
+prompts.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from baton.cluster_config import ClusterConfig
+from bench.cache import MAX_CONTEXT, Bench, RandomPrompts, Sides, ask
+from bench.command import benchmark_flags, run_benchmark, running_cluster
+from bench.peer_files import write_checkpoint
+from bench.report import OtherLoad, Value
+from engine.core.layer_range import LayerRange
+from engine.memory.layout import PoolGeometry
+from engine.memory.pools import StagePools
+from models.loader import read_model
+from pool.disk.folder import FOLDER, CacheFolder
+from pool.disk.stage_blocks import BlockMove, StageBlocks
+
+BARS = {"read_ratio": (0.7, math.inf), "disk_ttft_ratio": (0.0, 0.35)}
+WRITTEN_S = 60.0
+DISK_BYTES = 16 << 30
+
+
+def files(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
+    """Measure one stage with all layers, without a cluster."""
+    description = read_model(model)
+    geometry = PoolGeometry(
+        flags.page_size,
+        flags.blocks + 1,
+        0,
+        LayerRange(0, description.facts.num_layers),
+        description.cache_specs(flags.page_size),
+    )
+    pools = StagePools(geometry)
+    for tensor in pools.kv.values():
+        tensor.normal_()
+    page_ids = tuple(range(1, flags.blocks + 1))
+    reads, warm, writes = Sides(), Sides(), Sides()
+    for turn in range(flags.turns):
+        folder = flags.folder / f"files-{turn}"
+        shutil.rmtree(folder, ignore_errors=True)
+        blocks = StageBlocks(CacheFolder(folder, DISK_BYTES), pools)
+        names = tuple(turn.to_bytes(8) + number.to_bytes(8) for number in page_ids)
+        plain = [folder / f"plain-{number}" for number in page_ids]
+        size = blocks.bytes_per_block
+        buffer = memoryview(bytearray(os.urandom(size)))
+        store = BlockMove(load=False, names=names, page_ids=page_ids)
+        load = replace(store, load=True)
+        total = size * flags.blocks
+        write_plain = partial(_write, plain, buffer)
+        read_plain = partial(_read, plain, buffer)
+        for sides, move, without in (
+            (writes, store, write_plain),
+            (reads, load, read_plain),
+            (warm, load, read_plain),
+        ):
+            if sides is reads:
+                _forget(folder)
+            own_s = _seconds(partial(blocks.move, move))
+            sides.add(total / own_s, total / _seconds(without))
+        blocks.close()
+        shutil.rmtree(folder)
+    return {
+        "block_bytes": blocks.bytes_per_block,
+        "read_gb_s": median(reads.side) / 1e9,
+        "read_ratio": reads.ratio,
+        "warm_read_gb_s": median(warm.side) / 1e9,
+        "warm_read_ratio": warm.ratio,
+        "write_gb_s": median(writes.side) / 1e9,
+        "write_ratio": writes.ratio,
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def _write(paths: Sequence[Path], buffer: memoryview) -> None:
+    for path in paths:
+        path.write_bytes(buffer)
+
+
+def _read(paths: Sequence[Path], buffer: memoryview) -> None:
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            assert file.readinto(buffer) == len(buffer)
+
+
+def _forget(folder: Path) -> None:
+    """Write files to the disk, and drop them from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+async def prompts(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
+    """Measure a prefill worker and a decode worker that share a folder."""
+    folder = flags.folder / "disk"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = ClusterConfig(
+        model=model,
+        memory_mb=flags.memory_mb,
+        max_context=MAX_CONTEXT,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        disk_cache=folder,
+        worker_flags=("--page-size", str(flags.page_size)),
+    )
+    source = RandomPrompts(flags.prompt_tokens, 1.0)
+    from_disk, from_memory = Sides(), Sides()
+    async with running_cluster(config) as (cluster, client):
+        bench = Bench(cluster, client, source, flags)
+        for _ in range(2):
+            await ask(client, source.cold())  # warm-up
+        others = OtherLoad()
+        for _ in range(flags.turns):
+            query = source.cold()
+            before = _num_files(folder)
+            cold_s = (await ask(bench.client, query)).times_s[0]
+            warm_s = (await ask(bench.client, query)).times_s[0]
+            await _until_written(folder, before + flags.prompt_tokens // flags.page_size)
+            await client.flush_caches()
+            told = await ask(bench.client, query)
+            assert told.cached_tokens >= flags.prompt_tokens - flags.page_size - 1
+            from_disk.add(told.times_s[0], cold_s)
+            from_memory.add(warm_s, cold_s)
+        shutil.rmtree(folder)
+        return {
+            "prompt_tokens": flags.prompt_tokens,
+            "ttft_cold_s": median(from_disk.base),
+            "ttft_disk_s": median(from_disk.side),
+            "ttft_memory_s": median(from_memory.side),
+            "disk_ttft_ratio": from_disk.ratio,
+            "memory_ttft_ratio": from_memory.ratio,
+            **others.figures(),
+        }
+
+
+def _num_files(folder: Path) -> int:
+    return sum(1 for _ in (folder / FOLDER).rglob("page.*"))
+
+
+async def _until_written(folder: Path, num_files: int) -> None:
+    async with asyncio.timeout(WRITTEN_S):
+        while _num_files(folder) < num_files:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def missed(values: Mapping[str, Value]) -> list[str]:
+    return [
+        f"{name} is {ratio:.3g}, the bar is from {least:g} to {most:g}"
+        for name, (least, most) in BARS.items()
+        if isinstance(ratio := values.get(name), float) and not least <= ratio <= most
+    ]
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    model = write_checkpoint(flags.folder / "checkpoint")
+    values: dict[str, Value] = {"turns": flags.turns}
+    parts = flags.parts.split(",")
+    if "files" in parts:
+        values |= await asyncio.to_thread(files, flags, model)
+    if "prompts" in parts:
+        values |= await prompts(flags, model)
+    return values
+
+
+def main() -> int:
+    parser = benchmark_flags(__doc__)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "baton-bench-peers",
+        help="directory for the weights, 1.2 GB, and the files; default %(default)s",
+    )
+    for name, default in (
+        ("prompt-tokens", 1920),
+        ("turns", 5),
+        ("blocks", 64),
+        ("memory-mb", 3072),
+        ("page-size", 64),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument(
+        "--parts", default="files,prompts", help="parts to run; default %(default)s"
+    )
+    return run_benchmark("disk_cache", parser, measure, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
