@@ -92,14 +92,17 @@ class DiskCache:
     def keep(self, stored: Stored) -> None:
         """Write what has entered the cache, unless too much waits already. For the engine thread."""
         page_ids, slot_id = stored.page_ids, stored.slot_id
+        slots = self.cache.slots
         count = len(page_ids)
-        if (self._writing_pages + count) * WRITE_SHARE > self.cache.pages.num_total:
-            self.metrics.blocks.labels("skipped").inc(count)
+        if (self._writing_pages + count) * WRITE_SHARE > self.cache.pages.num_total or (
+            slot_id is not None and 2 * slots.num_available < slots.num_total
+        ):
+            self.metrics.blocks.labels("skipped").inc(max(count, 1))
             return
         self._writing_pages += count
         leases: list[Lease] = [self.cache.pages.alloc(0, owner=_OWNER, shared=page_ids)]
         if slot_id is not None:
-            leases.append(self.cache.slots.share(slot_id, owner=_OWNER))
+            leases.append(slots.share(slot_id, owner=_OWNER))
         move = BlockMove(
             load=False,
             names=stored.names,
@@ -197,7 +200,11 @@ class DiskCache:
         found = self.cache.find(names, len(names) * rule.block_tokens + 1)
         num_found = len(found.page_ids)
         missing = len(names) - num_found
-        if not missing or not self._is_faster(missing * rule.block_tokens, missing):
+        if (
+            not missing
+            or (rule.has_states and not rule.is_point(len(names)))
+            or not self._is_faster(missing * rule.block_tokens, missing)
+        ):
             return None
         try:
             leased = pages.alloc(missing, owner=_OWNER, shared=found.page_ids)

@@ -67,7 +67,14 @@ def answers_of(model: Path, requests: tuple[Request, ...]) -> list[Shown]:
     return on_the_wire(Reference(model).answers(list(requests)))
 
 
-@pytest.mark.parametrize(("family", "dtype", "writer", "reader"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype", "writer", "reader"),
+    [
+        pytest.param(*case, marks=pytest.mark.long if number % 2 else ())
+        for number, case in enumerate(LAYOUTS)
+    ],
+    ids=str,
+)
 async def test_a_prompt_resumes_after_a_restart_in_any_layout(
     family: str, dtype: torch.dtype, writer: Layout, reader: Layout, tmp_path: Path
 ) -> None:
