@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "baton-cache"
 ABANDONED_S = 600.0  # seconds after which an unfinished file is that of a process that has ended
 CHECKS = 16  # sizes are added up whenever a process has written this part of the limit
-_OTHERS = 0o077  # permissions of everyone but the user
+# Permissions of everyone but the user and the folder's group, to which Kubernetes gives all files
+# of a volume (fsGroup). The group gets none from Baton.
+_OTHERS = 0o007
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class CacheFolder:
         if found.st_uid != os.getuid() or found.st_mode & _OTHERS or not is_writable:
             raise ConfigError(
                 f"disk_cache {self._path} must belong to the user of this process, writable, and be "
-                f"closed to others (mode 0700)",
+                f"closed to others (mode 0700 or 0770)",
                 field="disk_cache",
             )
 

@@ -82,7 +82,8 @@ def test_each_overlay_has_values_that_render_the_same_objects(overlay: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("overlay", "example"), [("laptop", "kept-kernels"), ("disaggregated", "scaled-set")]
+    ("overlay", "example"),
+    [("laptop", "kept-kernels"), ("laptop", "disk-cache"), ("disaggregated", "scaled-set")],
 )
 def test_examples_of_one_model_are_values_after_those_of_an_overlay(
     overlay: str, example: str

@@ -78,6 +78,24 @@ def test_kept_kernels_are_in_one_claim_of_all_workers() -> None:
         assert volume == {"name": "kernels", "persistentVolumeClaim": {"claimName": name}}
 
 
+def test_all_workers_share_the_claim_of_their_disk_caches() -> None:
+    documents = example("disk-cache")
+    (claim,) = of_kind(documents, "PersistentVolumeClaim")
+    workers = [pod for pod in pod_kinds(documents) if pod.role in {"prefill", "decode"}]
+    assert len(workers) == 3
+    for pod in workers:
+        (volume,) = [each for each in pod.spec["volumes"] if each["name"] == "disk-cache"]
+        assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+        (mount,) = [
+            each for each in pod.container["volumeMounts"] if each["name"] == volume["name"]
+        ]
+        flags = pod.container["args"]
+        assert flags[flags.index("--disk-cache") + 1] == mount["mountPath"]
+    for pod in pod_kinds(documents):
+        if pod not in workers:
+            assert "--disk-cache" not in pod.container["args"]
+
+
 def test_two_models_in_one_namespace_do_not_meet() -> None:
     """Exactly the edges of one model, twice."""
     documents = example("two-models")

@@ -59,6 +59,9 @@ metadata:
 {{- if and $values.tracing.endpoint (not (has .name (list "gateway" "planner"))) -}}
 {{- $args = concat $args (list "--otel-endpoint" $values.tracing.endpoint) -}}
 {{- end -}}
+{{- if and $values.diskCache.claim (include "baton.isWorker" .name) -}}
+{{- $args = concat $args (list "--disk-cache" "/var/cache/baton-disk") -}}
+{{- end -}}
 {{- range concat $args $role.args }}
 - {{ toString . | quote }}
 {{- end }}
@@ -221,6 +224,10 @@ annotations:
   readOnly: true
 {{- end }}
 {{- end }}
+{{- if and $values.diskCache.claim (include "baton.isWorker" .name) }}
+- name: disk-cache
+  mountPath: /var/cache/baton-disk
+{{- end }}
 {{- end }}
 
 {{- define "baton.volumes" -}}
@@ -284,6 +291,11 @@ annotations:
     secretName: operator-token
     defaultMode: 0440
 {{- end }}
+{{- end }}
+{{- if and $values.diskCache.claim (include "baton.isWorker" .name) }}
+- name: disk-cache
+  persistentVolumeClaim:
+    claimName: {{ $values.diskCache.claim }}
 {{- end }}
 {{- end }}
 

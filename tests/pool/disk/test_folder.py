@@ -81,7 +81,9 @@ def test_only_blocks_are_removed(tmp_path: Path) -> None:
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     CacheFolder(tmp_path, SIZE)
     assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
-    (tmp_path / FOLDER).chmod(0o750)
+    (tmp_path / FOLDER).chmod(0o2770)  # as of a volume of Kubernetes
+    CacheFolder(tmp_path, SIZE)
+    (tmp_path / FOLDER).chmod(0o705)
     with pytest.raises(ConfigError, match="must belong to the user of this process"):
         CacheFolder(tmp_path, SIZE)
 
