@@ -163,6 +163,8 @@ class DiskCache:
             self._is_stuck = False
         except BatonError as error:
             logger.warning("blocks were not read from the disk cache: %s", error)
+        except Exception:  # the prompt is computed, whatever is wrong here
+            logger.exception("blocks were not read from the disk cache")
         finally:
             del self._reads[names[known]]
 
@@ -243,6 +245,8 @@ class DiskCache:
             self.metrics.num_bytes.set(self.own.num_bytes)
         except BatonError as error:
             logger.warning("blocks were not written to the disk cache: %s", error)
+        except Exception:  # only a copy is missing
+            logger.exception("blocks were not written to the disk cache")
         finally:
             self.loop.post(lambda: self._end_write(move, leases))
 

@@ -6,6 +6,7 @@ Each process bounds the folder: from time to time it adds up the sizes, and remo
 were not used for the longest time, each with all of its files. Only one user may read the folder.
 """
 
+import errno
 import logging
 import os
 import shutil
@@ -22,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "baton-cache"
 ABANDONED_S = 600.0  # seconds after which an unfinished file is that of a process that has ended
+QUIET_S = 10.0  # seconds between two warnings, and between two removals from a full disk
 CHECKS = 16  # sizes are added up whenever a process has written this part of the limit
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Permissions of everyone but the user and the folder's group, to which Kubernetes gives all files
 # of a volume (fsGroup). The group gets none from Baton.
 _OTHERS = 0o007
@@ -48,6 +51,7 @@ class CacheFolder:
         self.max_bytes = max_bytes
         self.num_bytes = 0  # of all files when they were last added up, and of later own ones
         self._num_written = max_bytes  # bytes since then; it begins with a check
+        self._quiet_until_s = 0.0  # time until which no error is logged
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self._path.stat()
@@ -110,14 +114,27 @@ class CacheFolder:
         if self._num_written * CHECKS >= self.max_bytes:
             self.check()
 
-    def check(self) -> None:
-        """Add up the files, and remove the oldest until there is room for what comes next."""
+    def refused(self, error: OSError) -> None:
+        """Note that a file could not be written; remove old ones if the disk has no more room."""
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            return
+        self._quiet_until_s = now_s + QUIET_S
+        logger.warning("blocks are not written to the disk cache: %s", error)
+        if error.errno in _FULL:
+            self.check(is_full=True)
+
+    def check(self, *, is_full: bool = False) -> None:
+        """Add up the files, and remove the oldest until there is room for what comes next.
+
+        If the disk `is_full`, the folder may have no more bytes than it has.
+        """
         self._num_written = 0
         blocks = sorted(self._blocks(), key=lambda block: block.used_s)
         num_bytes = sum(block.num_bytes for block in blocks)
-        room = self.max_bytes // CHECKS
+        most = min(self.max_bytes, num_bytes) if is_full else self.max_bytes
         for block in blocks:
-            if num_bytes + room <= self.max_bytes:
+            if num_bytes + most // CHECKS <= most:
                 break
             num_bytes -= block.num_bytes
             shutil.rmtree(block.path, ignore_errors=True)

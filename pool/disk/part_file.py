@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -214,14 +215,12 @@ def read_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[mem
 
 def prefetch_part(path: Path) -> None:
     """Have the kernel begin to read a file, if it is there."""
-    try:
+    with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(descriptor)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _read_all(descriptor: int, pieces: Sequence[memoryview]) -> int:

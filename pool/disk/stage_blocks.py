@@ -126,7 +126,7 @@ class StageBlocks:
     def _store(self, name: bytes, content: Content, index: int) -> bool:
         layout = self._layout(content, self._part)
         path = self._folder.path_of(name, content, self._part)
-        if path.exists():
+        if self._folder.has(name, content, self._part):
             self._folder.use([path])
             return True
         try:
@@ -134,7 +134,7 @@ class StageBlocks:
             num_bytes = write_part(path, layout, name, self._records(layout.of_part, index))
             self._folder.written(num_bytes)
         except OSError as error:
-            logger.warning("a block was not written to the disk cache: %s", error)
+            self._folder.refused(error)
             return False
         return True
 
@@ -142,7 +142,7 @@ class StageBlocks:
         layout = self._layout(content, self._part)
         path = self._folder.path_of(name, content, self._part)
         records = self._records(layout.of_part, index)
-        if path.exists():
+        if self._folder.has(name, content, self._part):
             if read_part(path, layout, name, records):
                 return True
             self._drop(path)

@@ -1,5 +1,6 @@
 """The folder of a disk cache: its limit, its order of removal, and its privacy."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -53,6 +54,23 @@ def test_what_is_written_stays_within_the_limit(tmp_path: Path) -> None:
         held = sum(path.stat().st_size for path in tmp_path.rglob("page.*"))
         assert held <= 32 * SIZE
     assert held >= 28 * SIZE
+
+
+def test_a_full_disk_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = CacheFolder(tmp_path, 1000 * SIZE)
+    paths = [put(folder, number, age_s=number) for number in range(32)]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for _ in range(5):
+        folder.refused(full)
+    assert [path.exists() for path in paths] == [True] * 30 + [False] * 2
+    assert len(caplog.records) == 1, "five errors at once are one warning, and remove files once"
+
+
+def test_other_errors_remove_nothing(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path, 1000 * SIZE)
+    path = put(folder, 1)
+    folder.refused(OSError(errno.EIO, "Input/output error"))
+    assert path.exists()
 
 
 def test_unfinished_files_go_once_they_are_old(tmp_path: Path) -> None:
