@@ -321,10 +321,12 @@ def _quantile(samples: Sequence[float], percent: int) -> float:
 PARTS = {"reuse": reuse, "misses": misses, "others": others}
 
 
-def missed(values: Mapping[str, Value]) -> list[str]:
+def missed(
+    values: Mapping[str, Value], bars: Mapping[str, tuple[float, float]] = BARS
+) -> list[str]:
     return [
         f"{name} is {ratio:.3g}, the bar is from {least:g} to {most:g}"
-        for name, (least, most) in BARS.items()
+        for name, (least, most) in bars.items()
         if isinstance(ratio := values.get(name), float) and not least <= ratio <= most
     ]
 

@@ -21,14 +21,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from baton.cluster_config import ClusterConfig
-from bench.cache import MAX_CONTEXT, Bench, RandomPrompts, Sides, ask
+from bench.cache import MAX_CONTEXT, RandomPrompts, Sides, ask, missed
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.peer_files import write_checkpoint
 from bench.report import OtherLoad, Value
@@ -136,19 +136,18 @@ async def prompts(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
     )
     source = RandomPrompts(flags.prompt_tokens, 1.0)
     from_disk, from_memory = Sides(), Sides()
-    async with running_cluster(config) as (cluster, client):
-        bench = Bench(cluster, client, source, flags)
+    async with running_cluster(config) as (_, client):
         for _ in range(2):
             await ask(client, source.cold())  # warm-up
         others = OtherLoad()
         for _ in range(flags.turns):
             query = source.cold()
             before = _num_files(folder)
-            cold_s = (await ask(bench.client, query)).times_s[0]
-            warm_s = (await ask(bench.client, query)).times_s[0]
+            cold_s = (await ask(client, query)).times_s[0]
+            warm_s = (await ask(client, query)).times_s[0]
             await _until_written(folder, before + flags.prompt_tokens // flags.page_size)
             await client.flush_caches()
-            told = await ask(bench.client, query)
+            told = await ask(client, query)
             assert told.cached_tokens >= flags.prompt_tokens - flags.page_size - 1
             from_disk.add(told.times_s[0], cold_s)
             from_memory.add(warm_s, cold_s)
@@ -172,14 +171,6 @@ async def _until_written(folder: Path, num_files: int) -> None:
     async with asyncio.timeout(WRITTEN_S):
         while _num_files(folder) < num_files:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-def missed(values: Mapping[str, Value]) -> list[str]:
-    return [
-        f"{name} is {ratio:.3g}, the bar is from {least:g} to {most:g}"
-        for name, (least, most) in BARS.items()
-        if isinstance(ratio := values.get(name), float) and not least <= ratio <= most
-    ]
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
@@ -212,7 +203,7 @@ def main() -> int:
     parser.add_argument(
         "--parts", default="files,prompts", help="parts to run; default %(default)s"
     )
-    return run_benchmark("disk_cache", parser, measure, missed)
+    return run_benchmark("disk_cache", parser, measure, partial(missed, bars=BARS))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ until then.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -76,13 +77,13 @@ class DiskCache:
     metrics: DiskMetrics
     # Returns the least seconds in which the pool computes so many tokens; 0 if it is not known.
     least_s: Callable[[int], float] = lambda num_tokens: 0.0
-    _reads: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)
+    # Reads under way, oldest first, by their first blocks; with the time at which each began.
+    _reads: dict[bytes, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _refreshed: set[bytes] = field(default_factory=set)  # last blocks of prompts, for a while
     _writing_pages: int = 0  # of the engine thread
     _block_s: float = 0.0  # mean seconds to read a block; 0 before the first
     _num_slower: int = 0  # prompts for which computing seemed faster
-    _is_stuck: bool = False  # since a read took too long, until one succeeds
 
     def __post_init__(self) -> None:
         self._events = asyncio.get_running_loop()
@@ -124,13 +125,18 @@ class DiskCache:
             async with asyncio.timeout(READ_LIMIT_S):
                 await self._bring(names)
         except TimeoutError:
-            self._is_stuck = True
             logger.warning("the disk cache did not answer within %g s", READ_LIMIT_S)
 
     async def finish(self, timeout_s: float) -> None:
         """Wait until all writes are over, but no longer than `timeout_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Return whether a read has taken too long and goes on."""
+        began_s = next((began_s for _, began_s in self._reads.values()), math.inf)
+        return self._events.time() - began_s >= READ_LIMIT_S
 
     def _refresh(self, names: tuple[bytes, ...]) -> None:
         """Note on disk that memory has these blocks, so that they are not the first to go there."""
@@ -151,16 +157,16 @@ class DiskCache:
             first = names[known]
             if first not in self._reads:
                 if len(self._reads) < MAX_READS:
-                    self._reads[first] = asyncio.create_task(self._read(names, known))
-                    await asyncio.shield(self._reads[first])
+                    read = asyncio.create_task(self._read(names, known))
+                    self._reads[first] = read, self._events.time()
+                    await asyncio.shield(read)
                 return
             tried.add(first)
-            await asyncio.shield(self._reads[first])
+            await asyncio.shield(self._reads[first][0])
 
     async def _read(self, names: tuple[bytes, ...], known: int) -> None:
         try:
             await self._read_from(names, known)
-            self._is_stuck = False
         except BatonError as error:
             logger.warning("blocks were not read from the disk cache: %s", error)
         except Exception:  # the prompt is computed, whatever is wrong here

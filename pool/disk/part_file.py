@@ -14,6 +14,7 @@ import hmac
 import json
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,10 +147,6 @@ class PartLayout:
     def num_seal_bytes(self) -> int:
         return len(self.of_part) * SEAL_BYTES
 
-    def num_bytes(self, name: bytes) -> int:
-        """Return the size of a block's file."""
-        return len(self.header(name)) + self.starts[-1] + self.num_seal_bytes
-
     def seals(self, name: bytes, records: Sequence[memoryview]) -> bytes:
         """Return the authenticators of the tensors with these bytes, in the order of the file."""
         key = derived(
@@ -175,7 +172,8 @@ def write_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[me
         OSError: it cannot be written.
     """
     pieces = list[bytes | memoryview]([layout.header(name), *records, layout.seals(name, records)])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Random, because processes in several containers have the same ids.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.writelines(pieces)

@@ -5,14 +5,13 @@ part of this stage is put together from theirs, as in a handoff (`engine.memory.
 """
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core.layer_range import LayerRange, TensorRank
-from engine.kernels.host.codegen.one_thread import use_one_thread
+from engine.kernels.host.codegen.one_thread import stand_back, use_one_thread
 from engine.memory.layout import NULL_INDEX, CacheSpec, stretches
 from engine.memory.pools import StagePools
 from pool.disk.folder import CacheFolder
@@ -29,7 +28,6 @@ from runtime.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 AHEAD = 2  # blocks from the one that is read to the one that the kernel begins to read
-NICENESS = 5  # of writes, added to that of the process: steps go first
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class StageBlocks:
         self._part = StagePart.of(pools.geometry)
         self._layouts: dict[tuple[Content, StagePart], PartLayout] = {}
         self.reading = ThreadPoolExecutor(1, "disk-read", initializer=use_one_thread)
-        self.writing = ThreadPoolExecutor(1, "disk-write", initializer=_stand_back)
+        self.writing = ThreadPoolExecutor(1, "disk-write", initializer=stand_back)
         self.writing.submit(folder.check)
 
     @property
@@ -246,8 +244,3 @@ class StageBlocks:
 def _ranks_of(layers: LayerRange, size: int) -> list[StagePart]:
     """Return the parts of the ranks of a stage."""
     return [StagePart(layers, TensorRank(rank, size)) for rank in range(size)]
-
-
-def _stand_back() -> None:
-    os.nice(NICENESS)  # of the calling thread
-    use_one_thread()

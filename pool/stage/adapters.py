@@ -1,17 +1,14 @@
 """The adapters in the memory of a stage."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.kernels.host.codegen.one_thread import use_one_thread
+from engine.kernels.host.codegen.one_thread import stand_back
 from models.adapters import read_adapter
 from models.decoder import DecoderStage
 from models.loader import ModelDescription
 from runtime.model_files.adapter_folders import adapter_folder, adapter_name
-
-NICENESS = 5  # of loads, added to that of the process
 
 
 class LoadedAdapters:
@@ -32,7 +29,7 @@ class LoadedAdapters:
         self._model = model
         self._forget = forget
         # Steps go first: on busy cores a load would otherwise take as much time from them as it needs.
-        self.loading = ThreadPoolExecutor(1, "adapters", initializer=_stand_back)
+        self.loading = ThreadPoolExecutor(1, "adapters", initializer=stand_back)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -53,8 +50,3 @@ class LoadedAdapters:
         """Release an adapter that no batch has any more. The thread of the stage."""
         self._forget(key)
         self._model.adapters.drop(key)
-
-
-def _stand_back() -> None:
-    os.nice(NICENESS)  # of the calling thread
-    use_one_thread()

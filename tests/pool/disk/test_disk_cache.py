@@ -281,3 +281,19 @@ async def test_blocks_in_use_in_memory_are_not_the_first_to_go_on_disk() -> None
     for text in ("abcd", "abcdxy", "abcdz"):
         await scene.bring(text)
     assert scene.disk.own.used == list(names("abcd"))  # type: ignore[attr-defined]
+
+
+async def test_a_slow_read_that_fails_does_not_end_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pool.disk.disk_cache.READ_LIMIT_S", 0.05)
+    scene = Scene("abcd")
+    await scene.bring("abcd")
+    scene.stages.error = UnavailableError("stage 1 died")
+    scene.stages.may_move.set()
+    await until(lambda: scene.pages.num_available == scene.pages.num_total)
+    await asyncio.sleep(0.01)
+    scene.stages.error = None
+    await scene.bring("abcd")
+    assert scene.num_cached("abcd") == 4
+    scene.check_ended()
