@@ -148,7 +148,7 @@ class DecodeHandler:
 
     def _close(self) -> None:
         if self._is_open:
-            self._parts.leader.group.close_receive(self._session.session_id)
+            self._parts.leader.group.close_session(self._session.session_id)
         self._parts.forget(self._reservation.key)
 
     async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
@@ -304,7 +304,7 @@ class DecodeHandler:
         await parts.leader.loop.submit(
             lambda: parts.ranks.of(key).join(key, first_token, with_draft=with_draft)
         )
-        parts.leader.group.close_receive(session.session_id)
+        parts.leader.group.close_session(session.session_id)
 
     @property
     def _unsent_bytes(self) -> int:

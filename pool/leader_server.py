@@ -6,8 +6,8 @@ from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
 from pool.adapters_service import PoolAdaptersService
 from pool.disk.disk_cache import DiskCache
-from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
+from pool.pipeline.session_reports import SessionReports
 from pool.request.adapter_memory import StagesAdapters
 from pool.request.adapters import PoolAdapters
 from pool.request.handler import EventPost, MemoryReclaimer

@@ -14,8 +14,8 @@ from engine.sampling.guided import GuidedSampler
 from pool.leader_server import LeaderServer
 from pool.pipeline.follower import Follower
 from pool.pipeline.follower_engine import FollowerEngine
-from pool.pipeline.group import SessionReports
 from pool.pipeline.join import JoinReports
+from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.stage_channel import open_pool_channel
 from pool.role import PoolRole
 from pool.serving import (

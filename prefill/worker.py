@@ -132,7 +132,7 @@ class PrefillLeader:
     ) -> None:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
         if parts.disk is not None:
-            parts.disk.least_s = self.ranks.schedulers[0].best_pace.least_s
+            parts.disk.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,

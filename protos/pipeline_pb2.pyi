@@ -149,16 +149,18 @@ class PoolFormed(_message.Message):
     def __init__(self, pool_epoch: _Optional[int] = ..., channel_addresses: _Optional[_Iterable[bytes]] = ..., key: _Optional[bytes] = ..., session: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "source", "destination", "request_key")
+    __slots__ = ("session_id", "source", "destination", "request_key", "is_cached")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    IS_CACHED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     source: _transfer_pb2.SourceTerms
     destination: _transfer_pb2.DestinationTerms
     request_key: int
-    def __init__(self, session_id: _Optional[str] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ..., request_key: _Optional[int] = ...) -> None: ...
+    is_cached: bool
+    def __init__(self, session_id: _Optional[str] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ..., request_key: _Optional[int] = ..., is_cached: _Optional[bool] = ...) -> None: ...
 
 class CloseSession(_message.Message):
     __slots__ = ("session_id", "request_key")

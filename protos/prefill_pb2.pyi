@@ -31,12 +31,22 @@ class PrefillInput(_message.Message):
     def __init__(self, key: _Optional[int] = ..., open: _Optional[_Union[PrefillOpen, _Mapping]] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ..., release: _Optional[_Union[PrefillRelease, _Mapping]] = ..., scores_read: _Optional[_Union[PrefillScoresRead, _Mapping]] = ..., cancelled: _Optional[_Union[_types_pb2.RequestCancelled, _Mapping]] = ...) -> None: ...
 
 class PrefillOpen(_message.Message):
-    __slots__ = ("request", "context")
+    __slots__ = ("request", "context", "holder")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     request: _types_pb2.EngineRequest
     context: _types_pb2.RequestContext
-    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ...) -> None: ...
+    holder: BlockHolder
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ..., holder: _Optional[_Union[BlockHolder, _Mapping]] = ...) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("address", "role")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    role: str
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class PrefillRelease(_message.Message):
     __slots__ = ()

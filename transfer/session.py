@@ -105,6 +105,15 @@ class _Session(Generic[State]):
         return self._count(StageSessionState.DRAINED) == self._num_stages
 
     @property
+    def undrained(self) -> list[int]:
+        """Return the stages that may still access the memory."""
+        return [
+            stage
+            for stage in range(self._num_stages)
+            if StageSessionState.DRAINED not in self._reports.get(stage, ())
+        ]
+
+    @property
     def is_over(self) -> bool:
         """Return whether only drains can still happen."""
         return not any(

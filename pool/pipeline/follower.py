@@ -205,7 +205,9 @@ class Follower:
             case "open_session":
                 source = codec.source_from_proto(command.open_session.source)
                 destination = codec.destination_from_proto(command.open_session.destination)
-                if command.open_session.HasField("request_key"):
+                if command.open_session.is_cached:
+                    self._stage.agent.send_cached(source, destination)
+                elif command.open_session.HasField("request_key"):
                     self._stage.agent.open_send(
                         command.open_session.request_key, source, destination
                     )

@@ -1,20 +1,12 @@
 """All stages of a formed pool as one end of a handoff.
 
 The leader opens and closes a session on every stage at once, and each stage's reports are delivered
-to the session. A report takes five hops from the thread of the leader's own transfer agent to the
-request:
-
-    1  `transfer.agent`: the agent's thread calls `SessionReports.report`, its port
-    2  `report` hands it to the event loop's thread
-    3  `deliver` finds the session; a report of another stage enters here, from its Join stream
-    4  `TransferSession.on_stage_event` combines the reports of the stages
-    5  `on_change` puts `SessionChanged` into the request's inbox, and `drained` wakes the reclaimer
+to the session (`pool.pipeline.session_reports`).
 """
 
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from engine.core.layer_range import Placement
 from pool.disk.stage_blocks import BlockMove, StageBlocks
@@ -23,9 +15,10 @@ from pool.pipeline.disk import move_blocks, move_to_proto
 from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
 from pool.pipeline.questions import AnswerT, StageQuestions
+from pool.pipeline.session_reports import SessionReports
 from pool.stage.adapters import LoadedAdapters
 from protos import pipeline_pb2 as pb
-from runtime.errors import CapacityError, ConfigError, PeerLostError, UnavailableError
+from runtime.errors import CapacityError, ConfigError, UnavailableError
 from runtime.grammar import Grammar
 from transfer.agent.agent import TransferAgent
 from transfer.plan import codec
@@ -33,102 +26,12 @@ from transfer.plan.handoff_terms import (
     DestinationTerms,
     SourceTerms,
     StageEndpoint,
-    StageSessionEvent,
-    StageSessionState,
 )
 from transfer.session import ReceiveSession, SendSession
 
 # Seconds for a stage that must first load its tokenizer; it limits compilation itself.
 GRAMMAR_TIMEOUT_S = 75.0
 HOLD_TIMEOUT_S = 60.0  # seconds for a stage to load adapters from its disk
-
-TransferSession = ReceiveSession | SendSession
-
-
-@dataclass(frozen=True)
-class _OpenSession:
-    """One epoch of an open session, with the listener to its changes and its drain event."""
-
-    session: TransferSession
-    on_change: Callable[[], object]
-    members: Sequence[int] | None  # processes that take part, in the order of the terms; None: all
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class SessionReports:
-    """The port from the transfer agents of a pool to the sessions of its leader.
-
-    Belongs to the event loop's thread, except for `report`.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        # Keyed by session and epoch: a source may open a session again while its older epoch still
-        # drains here.
-        self._watched: dict[tuple[str, int], _OpenSession] = {}
-
-    @property
-    def num_watched(self) -> int:
-        return len(self._watched)
-
-    def report(self, event: StageSessionEvent) -> None:
-        """Deliver a report of the leader's own transfer agent. Any thread."""
-        self._loop.call_soon_threadsafe(self.deliver, 0, event)
-
-    def deliver(self, rank: int, event: StageSessionEvent) -> None:
-        """Deliver a report of a stage. Reports of a session that is not watched are dropped."""
-        watched = self._watched.get((event.session_id, event.epoch))
-        if watched is None or (watched.members is not None and rank not in watched.members):
-            return
-        watched.session.on_stage_event(
-            rank if watched.members is None else watched.members.index(rank), event
-        )
-        if watched.session.drained:
-            watched.drained.set()
-        watched.on_change()
-
-    def stage_lost(self, rank: int, what: str) -> None:
-        """Report FAILED and DRAINED for a lost stage in all watched sessions that it takes part in.
-
-        `what` describes the loss.
-        """
-        error = PeerLostError(what)
-        for session_id, epoch in list(self._watched):
-            for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
-                self.deliver(
-                    rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error))
-                )
-
-    def watch(
-        self,
-        session: TransferSession,
-        on_change: Callable[[], object],
-        members: Sequence[int] | None = None,
-    ) -> None:
-        """Deliver reports of the session's current epoch until `forget`.
-
-        `on_change` is called after each report. `members` are the processes that take part, if not
-        all.
-        """
-        self._watched[session.session_id, session.epoch] = _OpenSession(session, on_change, members)
-
-    def drained(self, session: TransferSession) -> asyncio.Event:
-        """Return an event that is set when every stage has drained the session's current epoch."""
-        watched = self._watched.get((session.session_id, session.epoch))
-        event = asyncio.Event() if watched is None else watched.drained
-        if session.drained:
-            event.set()
-        return event
-
-    def forget(self, session_id: str, epoch: int) -> None:
-        """Stop watching this epoch of the session."""
-        self._watched.pop((session_id, epoch), None)
-
-    def forget_older(self, session: TransferSession) -> None:
-        """Stop watching all earlier epochs of the session."""
-        for session_id, epoch in list(self._watched):
-            if session_id == session.session_id and epoch < session.epoch:
-                self.forget(session_id, epoch)
 
 
 class StageGroup:
@@ -365,7 +268,21 @@ class StageGroup:
         if 0 in self._members[data_rank]:
             self._agent.open_send(request_key, source, destination)
 
-    def close_receive(self, session_id: str) -> None:
+    def send_cached(
+        self,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        session: SendSession,
+        on_change: Callable[[], object],
+        data_rank: int = 0,
+    ) -> None:
+        """Send cached entries from every stage of the data rank."""
+        self._reports.watch(session, on_change, self._members[data_rank])
+        self._send_open(None, source, destination, data_rank, is_cached=True)
+        if 0 in self._members[data_rank]:
+            self._agent.send_cached(source, destination)
+
+    def close_session(self, session_id: str) -> None:
         """Release or abort a session on every stage; each then reports DRAINED."""
         self._send_close(session_id, None)
         self._agent.close(session_id)
@@ -381,12 +298,15 @@ class StageGroup:
         source: SourceTerms,
         destination: DestinationTerms,
         data_rank: int,
+        *,
+        is_cached: bool = False,
     ) -> None:
         message = pb.OpenSession(
             session_id=destination.session_id,
             source=codec.source_to_proto(source),
             destination=codec.destination_to_proto(destination),
             request_key=request_key,
+            is_cached=is_cached,
         )
         for link in self._links:
             if link.rank in self._members[data_rank]:

@@ -18,8 +18,9 @@ from engine.pipeline.stages import HeadStage, Pipeline, SingleStage
 from engine.sampling.sampler import RequestSampler
 from models.weights_digest import PoolWeights
 from pool.pipeline.grammars import GrammarCheck
-from pool.pipeline.group import SessionReports, StageGroup
+from pool.pipeline.group import StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
+from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.stage_channel import (
     PoolChannel,
     RefusalCounts,

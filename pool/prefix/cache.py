@@ -6,6 +6,7 @@ from functools import cached_property
 
 from prometheus_client import CollectorRegistry
 
+from engine.core.request import Request
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
@@ -69,6 +70,15 @@ class PrefixCache:
     def num_resumable(self, blocks: Sequence[bytes]) -> int:
         """Return how many of the blocks a prompt need not compute; a hint, for any thread."""
         return 0 if self.rule is None else self._tree.num_resumable(blocks)
+
+    def names_to_resume(self, blocks: tuple[bytes, ...], request: Request) -> tuple[bytes, ...]:
+        """Return the blocks that a prompt need not compute if they are cached.
+
+        None if the logprobs of the prompt are wanted, because those need every token.
+        """
+        if not blocks or self.rule is None or request.num_prompt_logprobs is not None:
+            return ()
+        return blocks[: self.rule.last_point(len(request.prompt_token_ids))]
 
     def resume(self, blocks: Sequence[bytes], found: Found) -> None:
         """Note that a request has leased what was found."""

@@ -19,8 +19,8 @@ from engine.core.request import Request
 from engine.loop import EngineLoop
 from pool.disk.disk_cache import DiskCache
 from pool.pipeline.grammars import GrammarCheck
-from pool.pipeline.group import SessionReports, TransferSession
 from pool.pipeline.leader import Leader
+from pool.pipeline.session_reports import SessionReports, TransferSession
 from pool.request.adapters import PoolAdapters
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.role_switch import RoleSwitch
@@ -162,20 +162,40 @@ class MemoryReclaimer:
             self._reports.forget(session.session_id, session.epoch)
             self._loop.post(release)
             return
-        task = asyncio.create_task(
-            self._finish(release, session.session_id, session.epoch, drained)
-        )
+        task = asyncio.create_task(self._finish(release, session, session.epoch, drained))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def drained(self, session: TransferSession) -> None:
+        """Wait until no stage can access the memory of a closed session.
+
+        After the limit, the pool is unhealthy, and this waits on.
+        """
+        drained = self._reports.drained(session)
+        if not await self._drains(session, drained):
+            await drained.wait()
+        self._reports.forget(session.session_id, session.epoch)
+
     async def _finish(
-        self, release: Callable[[], None], session_id: str, epoch: int, drained: asyncio.Event
+        self,
+        release: Callable[[], None],
+        session: TransferSession,
+        epoch: int,
+        drained: asyncio.Event,
     ) -> None:
-        if not await _in_time(drained):
-            self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
-            return
-        self._reports.forget(session_id, epoch)
-        self._loop.post(release)
+        if await self._drains(session, drained):
+            self._reports.forget(session.session_id, epoch)
+            self._loop.post(release)
+
+    async def _drains(self, session: TransferSession, drained: asyncio.Event) -> bool:
+        """Return whether a session drains in time; the pool is unhealthy if not."""
+        if await _in_time(drained):
+            return True
+        self._unhealthy(
+            f"session {session.session_id} did not drain within {DRAIN_TIMEOUT_S} s on "
+            f"{len(session.undrained)} of its stages: {session.undrained}"
+        )
+        return False
 
 
 async def _in_time(drained: asyncio.Event) -> bool:

@@ -18,7 +18,8 @@ from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from models.weights_digest import StageDigests
-from pool.pipeline.group import SessionReports, StageGroup
+from pool.pipeline.group import StageGroup
+from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
 from pool.request import router_call

@@ -202,6 +202,10 @@ class TransferAgent:
         """Send the items that `layer_done` releases, beginning with those already released."""
         self._submit(lambda: self._open_send(request_key, source, destination))
 
+    def send_cached(self, source: SourceTerms, destination: DestinationTerms) -> None:
+        """Send items of cached entries, which are final already; `close` ends it."""
+        self._submit(lambda: self._send_cached(source, destination))
+
     def close(self, session_id: str) -> None:
         """Release (after COMPLETE) or abort (before) a session.
 
@@ -378,6 +382,12 @@ class TransferAgent:
             transfer.release(prompt.layer_tokens)
         if self._prompts.is_closed(request_key):
             self._transfers.close_transfer(transfer)  # its closing call has come already
+
+    def _send_cached(self, source: SourceTerms, destination: DestinationTerms) -> None:
+        transfer = self._sender(source, destination, PromptTransfer(source.num_tokens))
+        self._transfers.open(transfer)
+        if isinstance(transfer, Sender):
+            transfer.release_all()
 
     def _close(self, session_id: str) -> None:
         self._transfers.close(session_id)

@@ -158,6 +158,10 @@ class Sender(StageTransfer):
                 self._log.on_released(ready_tokens)
                 self._hand_over(dispatch, index)
 
+    def release_all(self) -> None:
+        """Queue all items, because the whole prompt has passed every layer."""
+        self.release(dict.fromkeys(self._waiting, self._source.num_tokens))
+
     def send(self, dispatch: _LaneDispatch, index: int, peer: Peer) -> Operation | None:
         """Send one message of a lane; return None if the sender has stopped."""
         if self.is_stopped:

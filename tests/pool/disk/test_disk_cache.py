@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 from engine.core.request import Request, SamplingParams
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator
-from pool.disk.disk_cache import MAX_READS, DiskCache
+from pool.disk.disk_cache import DiskCache
 from pool.disk.stage_blocks import BlockMove
+from pool.prefix.block_reads import MAX_READS
 from pool.prefix.cache import PrefixCache
 from pool.prefix.tree import ResumeRule
 from runtime.clock import SystemClock
@@ -246,7 +247,7 @@ async def test_blocks_are_not_read_if_computing_them_is_faster() -> None:
     scene.stages.may_move.set()
     scene.stages.most = 1
     await scene.bring("abcdefgh")  # the first read shows how long a block takes
-    scene.disk.least_s = lambda num_tokens: 1e-12
+    scene.disk.reads.least_s = lambda num_tokens: 1e-12
     for _ in range(15):
         await scene.bring("abcdefgh")
     assert len(scene.stages.moves) == 1

@@ -5,7 +5,8 @@ from typing import cast
 
 from engine.core.layer_range import LayerRange, Placement
 from models.weights_digest import StageDigests
-from pool.pipeline.group import SessionReports, StageGroup
+from pool.pipeline.group import StageGroup
+from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.membership import StageLink
 from protos import pipeline_pb2 as pb
 from runtime.clock import SystemClock

@@ -19,7 +19,7 @@ from engine.pipeline.results import StepResult
 from engine.sampling.guided import GuidedSampler
 from pool import leader_server
 from pool.pipeline import leader as leader_module
-from pool.pipeline.group import SessionReports
+from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage

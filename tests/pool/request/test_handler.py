@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.core.layer_range import Placement
-from pool.pipeline.group import SessionReports, StageGroup
+from pool.pipeline.group import StageGroup
+from pool.pipeline.session_reports import SessionReports
 from pool.request import handler as module
 from pool.request.handler import EventPost, MemoryReclaimer
 from runtime.clock import SystemClock

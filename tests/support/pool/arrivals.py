@@ -21,7 +21,7 @@ from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
-from pool.pipeline.group import SessionReports
+from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.leader import Leader
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks
@@ -109,7 +109,7 @@ class _Group:
         for stage in self.pool.stages:
             stage.agent.open_receive(source, destination)
 
-    def close_receive(self, session_id: str) -> None:
+    def close_session(self, session_id: str) -> None:
         assert self.pool is not None
         self.pool.close(session_id)
 
