@@ -8,6 +8,9 @@ from pool.adapters_service import PoolAdaptersService
 from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
 from pool.pipeline.session_reports import SessionReports
+from pool.prefix.cache import PrefixCache
+from pool.pulls.lender import Lender
+from pool.pulls.puller import Puller
 from pool.request.adapter_memory import StagesAdapters
 from pool.request.adapters import PoolAdapters
 from pool.request.handler import EventPost, MemoryReclaimer
@@ -23,12 +26,13 @@ from pool.serving import (
 )
 from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import WorkerService, current_info, worker_info, worker_load
-from protos import adapters_pb2_grpc, pipeline_pb2_grpc, worker_pb2_grpc
+from protos import adapters_pb2_grpc, lending_pb2_grpc, pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import AdapterMetrics, DiskMetrics
+from runtime.observe.metrics import AdapterMetrics, DiskMetrics, PullMetrics
 from runtime.process.supervision import background
+from runtime.security.access import ChannelSecurity
 
 WORKER_SERVICE = "baton.v1.Worker"
 WRITES_S = 5.0  # seconds for writes to the disk cache after the last request
@@ -74,30 +78,22 @@ class LeaderServer:
             on_frame=self._meters.on_frame,
             count_refused=process.refusals.count,
         )
-        self._adapters = PoolAdapters(
-            config.adapters,
-            stage.plan.description,
-            () if stage.adapters is None else stage.adapters.keys,
-            StagesAdapters(
-                lambda keys: self._leader.group.hold_adapters(
-                    stage.adapters, keys, self._leader.loop.submit
-                ),
-                lambda key: self._leader.loop.submit(lambda: self._role.ranks.has_adapter(key)),
-            ),
-            AdapterMetrics.create(process.registry),
-        )
+        self._adapters = self._make_adapters()
         self._disk = self._open_disk_cache()
+        reclaimer = MemoryReclaimer(reports, self._leader.loop, self._on_unhealthy)
+        self._lender, puller = self._share_caches(reclaimer)
         self._parts = LeaderParts(
             config,
             stage,
             self._leader,
-            MemoryReclaimer(reports, self._leader.loop, self._on_unhealthy),
+            reclaimer,
             self._meters,
             self._post,
             process.registry,
             self._switch,
             self._adapters,
             self._disk,
+            puller,
         )
         self._worker_service = self._make_worker_service()
         self._adapters.changed = self._worker_service.changed
@@ -123,19 +119,49 @@ class LeaderServer:
                     await self._disk.finish(WRITES_S)
                 leader.stop()
 
-    def _open_disk_cache(self) -> DiskCache | None:
-        """Return the disk cache of the pool, or None if it has none.
+    def _make_adapters(self) -> PoolAdapters:
+        stage, leader = self._process.stage, self._leader
+        return PoolAdapters(
+            self._process.config.adapters,
+            stage.plan.description,
+            () if stage.adapters is None else stage.adapters.keys,
+            StagesAdapters(
+                lambda keys: leader.group.hold_adapters(stage.adapters, keys, leader.loop.submit),
+                lambda key: leader.loop.submit(lambda: self._role.ranks.has_adapter(key)),
+            ),
+            AdapterMetrics.create(self._process.registry),
+        )
 
-        A decode pool keeps no states after its blocks, and without them no prompt could resume.
+    @property
+    def _caches(self) -> list[PrefixCache]:
+        """Return the caches of the data ranks from which other pools could resume prompts.
+
+        There are none in a decode pool that keeps no states after its blocks.
         """
-        own = self._process.stage.disk
-        cache = self._role.ranks.schedulers[0].cache
         specs = self._process.stage.plan.geometry.specs
         needs_states = any(spec.kind.is_state for spec in specs)
+        caches = [scheduler.cache for scheduler in self._role.ranks.schedulers]
+        return [
+            cache for cache in caches if cache.rule is not None and cache.has_states is needs_states
+        ]
+
+    def _share_caches(self, reclaimer: MemoryReclaimer) -> tuple[Lender | None, Puller | None]:
+        """Return what lends blocks to other pools, and what pulls theirs into the only cache."""
+        process, caches = self._process, self._caches
+        plan, metrics = process.stage.plan, PullMetrics.create(process.registry)
+        lender = Lender(self._leader, plan, caches, reclaimer, metrics) if caches else None
+        if len(caches) != 1:
+            return lender, None
+        security = ChannelSecurity(process.certificates)
+        return lender, Puller(caches[0], self._leader, plan, reclaimer, security, metrics)
+
+    def _open_disk_cache(self) -> DiskCache | None:
+        """Return the disk cache of the pool, or None if it has none."""
+        own, caches = self._process.stage.disk, self._caches
         metrics = DiskMetrics.create(self._process.registry)
-        if own is None or cache.rule is None or cache.has_states is not needs_states:
+        if own is None or not caches:
             return None
-        leader = self._leader
+        cache, leader = caches[0], self._leader
         return DiskCache(
             cache, own, leader.loop, lambda move: leader.group.move_blocks(own, move), metrics
         )
@@ -155,6 +181,7 @@ class LeaderServer:
         info = worker_info(
             process.config, plan, roles=self._switch.able, incarnation=process.incarnation
         )
+        info.lends_blocks = self._lender is not None
         return WorkerService(
             lambda: current_info(info, leader, plan, self._adapters),
             lambda role: self._load(role, self._start_s),
@@ -170,6 +197,8 @@ class LeaderServer:
         adapters_pb2_grpc.add_AdaptersServicer_to_server(
             PoolAdaptersService(self._adapters), server.grpc
         )
+        if self._lender is not None:
+            lending_pb2_grpc.add_LendingServicer_to_server(self._lender, server.grpc)
         if pipeline_service is not None:
             pipeline_pb2_grpc.add_PipelineServicer_to_server(pipeline_service, server.grpc)
 

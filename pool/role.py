@@ -11,6 +11,7 @@ from engine.pipeline.stage_executor import LayerObserver
 from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
+from pool.pulls.puller import Puller
 from pool.request.adapters import PoolAdapters
 from pool.request.entry import RankScheduler
 from pool.request.handler import EventPost, MemoryReclaimer
@@ -56,6 +57,7 @@ class LeaderParts:
     switch: RoleSwitch
     adapters: PoolAdapters
     disk: DiskCache | None  # None if the pool has none
+    puller: Puller | None  # None if the pool has no prefix cache to pull into
 
 
 class RoleLeader(Protocol):

@@ -15,6 +15,7 @@ from functools import partial
 import grpc
 
 from engine.core.request import Request
+from pool.pulls.puller import Puller
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts, read_request, serve
@@ -64,6 +65,7 @@ class PrefillParts(RequestParts):
     ranks: DataRanks[PrefillScheduler]
     chunk_tokens: int
     may_decode: bool = False  # whether the pool also decodes
+    puller: Puller | None = None  # of blocks that other pools have
 
 
 class PrefillHandler:
@@ -370,23 +372,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def _run(self, opening: Opening[pb.PrefillInput, pb.PrefillEvent]) -> None:
         parts = self._parts
-        request = read_request(parts, opening.input.open.request, role="prefill")
+        asked = opening.input.open
+        request = read_request(parts, asked.request, role="prefill")
         inbox: PrefillInbox = opening.inbox
         emit = partial(parts.post.put, inbox.happened)
         deadline = Deadline.after(parts.ranks.schedulers[0].clock, opening.timeout_s)
 
         async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
+            if parts.puller is not None and asked.HasField("holder"):
+                await parts.puller.bring(request, blocks, asked.holder)
             if parts.disk is not None:
                 await parts.disk.bring(request, blocks)
+
+            def submit(scheduler: PrefillScheduler) -> int:
+                return scheduler.submit(request, emit, blocks=blocks, deadline=deadline)
+
             key = await parts.leader.loop.submit(
-                lambda: parts.ranks.place(
-                    request,
-                    blocks,
-                    lambda scheduler: scheduler.submit(
-                        request, emit, blocks=blocks, deadline=deadline
-                    ),
-                ),
+                lambda: parts.ranks.place(request, blocks, submit),
                 undo=lambda taken: parts.ranks.of(taken).release(taken),
             )
             return PrefillHandler(

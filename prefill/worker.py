@@ -133,6 +133,8 @@ class PrefillLeader:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
         if parts.disk is not None:
             parts.disk.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
+        if parts.puller is not None:
+            parts.puller.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,
@@ -143,6 +145,7 @@ class PrefillLeader:
                 switch=parts.switch,
                 adapters=parts.adapters,
                 disk=parts.disk,
+                puller=parts.puller,
                 grammars=parts.leader.grammars,
                 caches=parts.config.prefix_cache,
                 ranks=self.ranks,

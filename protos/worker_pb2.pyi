@@ -42,7 +42,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "incarnation", "model", "architecture", "revision", "compatibility", "compatibility_text", "vocab_size", "max_context_tokens", "num_layers", "page_size", "pages_total", "slots_total", "max_running_requests", "max_queued_requests", "stages", "tokenizer_digest", "max_batch_requests", "tensor_size", "data_size", "eos_token_ids", "wire_version", "roles", "adapters", "retired_adapters", "loaded_adapters")
+    __slots__ = ("role", "incarnation", "model", "architecture", "revision", "compatibility", "compatibility_text", "vocab_size", "max_context_tokens", "num_layers", "page_size", "pages_total", "slots_total", "max_running_requests", "max_queued_requests", "stages", "tokenizer_digest", "max_batch_requests", "tensor_size", "data_size", "eos_token_ids", "wire_version", "roles", "adapters", "retired_adapters", "loaded_adapters", "lends_blocks")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class WorkerInfo(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     RETIRED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     LOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    LENDS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     incarnation: str
     model: str
@@ -95,7 +96,8 @@ class WorkerInfo(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     retired_adapters: _containers.RepeatedScalarFieldContainer[str]
     loaded_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., pages_total: _Optional[int] = ..., slots_total: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., stages: _Optional[_Iterable[str]] = ..., tokenizer_digest: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., wire_version: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., retired_adapters: _Optional[_Iterable[str]] = ..., loaded_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    lends_blocks: bool
+    def __init__(self, role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., pages_total: _Optional[int] = ..., slots_total: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., stages: _Optional[_Iterable[str]] = ..., tokenizer_digest: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., wire_version: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., retired_adapters: _Optional[_Iterable[str]] = ..., loaded_adapters: _Optional[_Iterable[str]] = ..., lends_blocks: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports", "data_ranks", "local_rest_tokens", "roles", "roles_epoch")

@@ -232,6 +232,7 @@ def _services(
         security,
         discovery,
         longest_restart_s=0.0 if config.peer_wait_s else config.max_wait_s,
+        pull_tokens=config.pull_tokens,
     )
     directory = Directory(options, facts, metrics, random.Random())
     # A measured restart time replaces the default only if no wait is configured.

@@ -120,6 +120,13 @@ class RouterConfig(TlsConfig):
     policy: Policy = Field(
         default=Policy.PREFIX_CACHE, description="How workers are chosen for a request."
     )
+    pull_tokens: int = Field(
+        default=512,
+        ge=0,
+        le=1 << 30,
+        description="Prompt tokens that a prefill worker must save by pulling them from another "
+        "worker's prefix cache; 0: it never does.",
+    )
     watch_interval_s: float = Field(
         default=0.25, ge=0.05, le=60, description="Interval of the workers' load reports."
     )

@@ -52,6 +52,11 @@ class CacheKind(StrEnum):
         """
         return self in (CacheKind.CONV, CacheKind.STATE, CacheKind.WINDOW)
 
+    @property
+    def is_kept(self) -> bool:
+        """Return whether prefix caches keep this data for later prompts."""
+        return self.is_paged or self.is_state
+
 
 class Buffer(Protocol):
     """Contiguous memory that moves as one stretch.

@@ -32,9 +32,15 @@ class RequestStreams:
 
     def open_prefill(self, command: OpenPrefill) -> None:
         """Open a stream to a prefill worker."""
-        worker = booking_of(command.worker).worker
+        booking = booking_of(command.worker)
+        worker, holder = booking.worker, booking.holder
         opening = prefill_pb2.PrefillInput()
         self._fill(opening.open)
+        if holder is not None:
+            opening.open.holder.address, opening.open.holder.role = (
+                holder.address,
+                holder.role.value,
+            )
         self._open[command.number] = WorkerStream.open(
             command.number, worker, worker.prefill_calls.current(), opening, self._deliver
         )

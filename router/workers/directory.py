@@ -42,7 +42,8 @@ class DirectoryOptions:
     """Options of a directory.
 
     `prefill` and `decode` are targets (`router.workers.discovery`), `watch_interval_s` is the
-    interval of load reports, `longest_restart_s` the upper bound of `restart_estimate_s`.
+    interval of load reports, `longest_restart_s` the upper bound of `restart_estimate_s`. A pull from
+    another worker must save `pull_tokens` prompt tokens; 0: there are none.
     """
 
     prefill: tuple[str, ...]
@@ -52,6 +53,7 @@ class DirectoryOptions:
     security: ChannelSecurity = PLAIN_CHANNEL
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
     longest_restart_s: float = 0.0
+    pull_tokens: int = 0
 
 
 class Directory:
@@ -96,7 +98,13 @@ class Directory:
         }
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
         self.placement = WorkerPlacement(
-            self._worker_set, self.caches, options.policy, metrics, rng, self._clock
+            self._worker_set,
+            self.caches,
+            options.policy,
+            metrics,
+            rng,
+            self._clock,
+            options.pull_tokens,
         )
         for role in WorkerRole:
             metrics.workers.labels(role.value, "usable").set_function(

@@ -16,6 +16,7 @@ from router.workers.adapters import has_adapter, with_adapter_loaded
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
 from router.workers.failed_links import FailedLinks
+from router.workers.holders import BlockHolders
 from router.workers.packing import decode_place, weighed_sources
 from router.workers.placement_request import PlacementRequest, WorkerPair
 from router.workers.policies import PolicyContext
@@ -56,8 +57,10 @@ class WorkerPlacement:
         metrics: RouterMetrics,
         rng: random.Random,
         clock: Clock,
+        pull_tokens: int = 0,
     ) -> None:
         self._workers = workers
+        self._holders = BlockHolders(workers, pull_tokens)
         self._caches = caches
         self._policy = policy
         self._policies = {WorkerRole.PREFILL: policy, WorkerRole.DECODE: policy.of_pools}
@@ -309,7 +312,10 @@ class WorkerPlacement:
         self._metrics.placements.labels(place.kind, place.why).inc()
         self.placed[place.kind, place.why] += 1
         pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
-        return WorkerPair(self._book(source, request), self._book(pool, request))
+        pair = WorkerPair(self._book(source, request), self._book(pool, request))
+        cached = {WorkerRole.PREFILL: context.num_cached, WorkerRole.DECODE: of_pools.num_cached}
+        pair.prefill.holder = self._holders.best(cached, *source)
+        return pair
 
     def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:
         role = chosen.worker.role

@@ -56,6 +56,7 @@ class Booking:
     has_reserved: bool = False
     is_reported: bool = False
     num_beside: int = 0  # requests on the pool when decoding began, including this one
+    holder: "Worker | None" = None  # from which a prefill worker may pull more of the prompt
 
     @property
     def address(self) -> str:

@@ -22,6 +22,7 @@ from runtime.observe.metrics import (
     LeaderMetrics,
     PlannerMetrics,
     PoolMetrics,
+    PullMetrics,
     RefusalMetrics,
     RouterMetrics,
     RpcMetrics,
@@ -48,6 +49,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (
     HandoffMetrics,
     AdapterMetrics,
     DiskMetrics,
+    PullMetrics,
 )
 # A stage that is not its pool's leader ("follower") has no request metrics.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {

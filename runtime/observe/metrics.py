@@ -755,6 +755,38 @@ class AdapterMetrics:
 
 
 @dataclass(frozen=True)
+class PullMetrics:
+    """Blocks that a pool gets from the prefix caches of others, and gives to them."""
+
+    blocks: Counter
+    seconds: Histogram
+    lent: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            blocks=_counter(
+                registry,
+                "pull_blocks",
+                "Blocks that another pool had in its prefix cache, one per page, by what happened: "
+                "read, missing (the other pool did not send them), slower (not asked for, because it "
+                "takes longer than to compute them).",
+                "event",
+                zeros=(("read",), ("missing",), ("slower",)),
+            ),
+            seconds=_histogram(
+                registry,
+                "pull_seconds",
+                "Time to receive a prompt's blocks from another pool on all stages.",
+                STAGE_S,
+            ),
+            lent=_counter(
+                registry, "lent_blocks", "Blocks of the prefix cache that were sent to other pools."
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class DiskMetrics:
     """Disk cache of a pool."""
 

@@ -51,6 +51,7 @@ class Access(StrEnum):
     ROUTER = "router"
     WATCHER = "watcher"  # routers and operators
     POOL = "pool"  # stages of the server's own pool
+    POOLS = "pools"  # pools of either role
     NOBODY = "nobody"
 
 
@@ -93,6 +94,7 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Worker/FlushCache": Access.WATCHER,
     "/baton.v1.Worker/SetRoles": Access.WATCHER,
     "/baton.v1.Pipeline/Join": Access.POOL,
+    "/baton.v1.Lending/Lend": Access.POOLS,
 }
 # Services of other packages. A row for a method overrides the row of its service.
 SERVICES: Mapping[str, Access] = {
@@ -173,6 +175,7 @@ def check_role(method: str, roles: frozenset[PeerRole], *, pool: PeerRole | None
         Access.ROUTER: (PeerRole.ROUTER,),
         Access.WATCHER: _WATCHERS,
         Access.POOL: () if pool is None else (pool,),
+        Access.POOLS: () if pool is None else (PeerRole.PREFILL, PeerRole.DECODE),
     }
     allowed = rules.get(access_to(method), ())
     if roles.isdisjoint(allowed):

@@ -25,6 +25,9 @@ EDGES: set[Edge] = {  # of prefill workers and decode pools
     ("router", "decode-leader", GRPC),
     ("decode-worker", "decode-leader", GRPC),
     ("decode-leader", "decode-leader", GRPC),
+    ("prefill", "prefill", GRPC),
+    ("prefill", "decode-leader", GRPC),
+    ("prefill", "prefill", UCX),
     ("prefill", "decode-leader", UCX),
     ("prefill", "decode-worker", UCX),
     ("decode-leader", "prefill", UCX),
@@ -35,7 +38,11 @@ EDGES: set[Edge] = {  # of prefill workers and decode pools
     ("decode-worker", "decode-worker", UCX),
 }
 
-WORKER_EDGES: set[Edge] = {("router", "worker", GRPC), ("worker", "worker", UCX)}
+WORKER_EDGES: set[Edge] = {
+    ("router", "worker", GRPC),
+    ("worker", "worker", GRPC),
+    ("worker", "worker", UCX),
+}
 GATEWAY_EDGES: set[Edge] = {("gateway", "router", GRPC)}
 PLANNER_EDGES: set[Edge] = {("planner", "router", GRPC)}
 PLANNER_AND_WORKER_EDGES: set[Edge] = {("planner", "worker", GRPC)}  # it switches their roles

@@ -19,9 +19,9 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from models.weights_digest import StageDigests
 from pool.pipeline.group import StageGroup
-from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
+from pool.pipeline.session_reports import SessionReports
 from pool.request import router_call
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost, MemoryReclaimer

@@ -30,6 +30,7 @@ ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
     "/baton.v1.Adapters/ListAdapters": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Generation/FlushCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Pipeline/Join": ({PeerRole.PREFILL}, {PeerRole.DECODE}),
+    "/baton.v1.Lending/Lend": ({PeerRole.PREFILL, PeerRole.DECODE},) * 2,
 }
 
 
@@ -103,6 +104,7 @@ def test_the_page_on_security_has_every_row() -> None:
         Access.ROUTER: "| `router` |",
         Access.WATCHER: "`router`, `operator`",
         Access.POOL: "`prefill` on a prefill pool, `decode` on a decode pool",
+        Access.POOLS: "| `prefill`, `decode` |",
     }
     for name, access in every.items():
         row = rows.get(name) or rows.get(f"{name.partition('/')[0]}/*")

@@ -74,6 +74,7 @@ def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
         stages=[endpoint_to_proto(stage) for stage in source.stages],
         sends_rest=source.sends_rest,
         request_key=source.request_key,
+        is_loan=source.is_loan,
     )
 
 
@@ -112,6 +113,7 @@ def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
         stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
         sends_rest=message.sends_rest,
         request_key=message.request_key,
+        is_loan=message.is_loan,
     )
 
 

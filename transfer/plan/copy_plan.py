@@ -125,7 +125,11 @@ class CopyPlan:
                 not match each other or the model.
         """
         specs = sorted(
-            travelling(specs, with_draft=destination.with_draft),
+            (
+                spec
+                for spec in travelling(specs, with_draft=destination.with_draft)
+                if spec.kind.is_kept or not source.is_loan
+            ),
             key=lambda spec: (spec.layer_id, spec.kind),
         )
         check_pages(source, destination)

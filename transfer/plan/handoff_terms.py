@@ -30,7 +30,8 @@ class SourceTerms:
     `page_ids` are the prompt's pages in position order. No item spans a multiple of `chunk_tokens`,
     so that an item can be sent as soon as its chunk has passed its layer. `sends_rest`: pages that
     the destination has cached need not be sent. `request_key` names the prompt for a pool that
-    decodes what it has prefilled itself; 0 if it only prefills.
+    decodes what it has prefilled itself; 0 if it only prefills. `is_loan`: these are cached blocks
+    without a request, so that nothing of a draft's first proposal is sent.
     """
 
     compatibility: str
@@ -43,6 +44,7 @@ class SourceTerms:
     stages: tuple[StageEndpoint, ...]
     sends_rest: bool = False
     request_key: int = 0
+    is_loan: bool = False
 
 
 @dataclass(frozen=True)

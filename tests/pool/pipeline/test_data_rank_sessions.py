@@ -6,8 +6,8 @@ from typing import cast
 from engine.core.layer_range import LayerRange, Placement
 from models.weights_digest import StageDigests
 from pool.pipeline.group import StageGroup
-from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.membership import StageLink
+from pool.pipeline.session_reports import SessionReports
 from protos import pipeline_pb2 as pb
 from runtime.clock import SystemClock
 from transfer.agent.agent import TransferAgent

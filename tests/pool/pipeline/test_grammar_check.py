@@ -9,8 +9,8 @@ import pytest
 from engine.core.layer_range import Placement
 from models.weights_digest import StageDigests
 from pool.pipeline.group import StageGroup
-from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.membership import StageLink
+from pool.pipeline.session_reports import SessionReports
 from protos import pipeline_pb2 as pb
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from runtime.grammar import Grammar, GrammarKind

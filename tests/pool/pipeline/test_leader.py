@@ -19,8 +19,8 @@ from engine.pipeline.results import StepResult
 from engine.sampling.guided import GuidedSampler
 from pool import leader_server
 from pool.pipeline import leader as leader_module
-from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.leader import Leader
+from pool.pipeline.session_reports import SessionReports
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb

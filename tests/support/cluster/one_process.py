@@ -44,6 +44,7 @@ async def cluster_in_process(
     prefill_partition: str = "",
     decode_partition: str = "",
     worker: Mapping[str, object] | None = None,
+    other_prefill: tuple[int, int] | None = None,
     prefill: Mapping[str, object] = MappingProxyType({}),
     decode: Mapping[str, object] = MappingProxyType({}),
     router: Mapping[str, object] = MappingProxyType({}),
@@ -54,9 +55,10 @@ async def cluster_in_process(
     """Yield a client of a serving cluster.
 
     `settings` are `WorkerConfig` fields for every stage; `prefill`, `decode` and `router` are those
-    of one role only. With `worker` one pool of both roles replaces those of one. `announced` is a
-    folder where all announce themselves, as `decode-0.json` (role and rank). On leaving, all
-    resources must have been released.
+    of one role only. With `worker` one pool of both roles replaces those of one. `other_prefill` are
+    the stages and ranks of each of a second prefill pool. `announced` is a folder where all announce
+    themselves, as `decode-0.json` (role and rank). On leaving, all resources must have been
+    released.
     """
     torch.set_num_threads(1)
     stop = StopSignal()
@@ -64,11 +66,14 @@ async def cluster_in_process(
     with tempfile.TemporaryDirectory() as own_folder:
         folder = announced or Path(own_folder)
         try:
-            leaders: dict[str, str] = {}
+            leaders: dict[str, list[str]] = {}
             pools: list[tuple[PoolRole, int, int, str, Mapping[str, object]]] = [
                 (PrefillRole(), prefill_pp * prefill_tp, prefill_tp, prefill_partition, prefill),
                 (DecodeRole(), decode_pp * decode_tp, decode_tp, decode_partition, decode),
             ]
+            if other_prefill is not None:
+                pp, tp = other_prefill
+                pools.append((PrefillRole(), pp * tp, tp, "", prefill))
             if worker is not None:
                 pools = [(AggregatedRole(), worker_pp * worker_tp, worker_tp, "", worker)]
             for role, size, tp, partition, own in pools:
@@ -83,13 +88,15 @@ async def cluster_in_process(
                         "partition": partition,
                     }
                 )
-                leader = await _start_pool(role, pool, folder, tasks, stop)
-                leaders |= dict.fromkeys(role.services, leader)
+                number = len(leaders.get(role.name, ()))
+                leader = await _start_pool(role, pool, folder / str(number or ""), tasks, stop)
+                for service in role.services:
+                    leaders.setdefault(service, []).append(leader)
             config = RouterConfig.model_validate(
                 {
                     "model": checkpoint,
-                    "prefill": (leaders["prefill"],),
-                    "decode": (leaders["decode"],),
+                    "prefill": tuple(leaders["prefill"]),
+                    "decode": tuple(leaders["decode"]),
                     "listen": "127.0.0.1:0",
                     "announce": folder / "router.json",
                     "drain_s": 0.5,
@@ -122,6 +129,7 @@ async def _start_pool(
     stop: StopSignal,
 ) -> str:
     """Start a pool; return the address of its leader."""
+    folder.mkdir(exist_ok=True)  # noqa: ASYNC240 (a test's folder)
     leader = ""
     for rank in range(config.world_size):
         announce = folder / f"{role.name}-{rank}.json"

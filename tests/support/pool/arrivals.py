@@ -21,8 +21,8 @@ from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
-from pool.pipeline.session_reports import SessionReports
 from pool.pipeline.leader import Leader
+from pool.pipeline.session_reports import SessionReports
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost, MemoryReclaimer
