@@ -1,8 +1,7 @@
 from protos import transfer_pb2 as _transfer_pb2
-from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -18,8 +17,8 @@ class LendRequest(_message.Message):
 class BlockNames(_message.Message):
     __slots__ = ("names",)
     NAMES_FIELD_NUMBER: _ClassVar[int]
-    names: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    names: bytes
+    def __init__(self, names: _Optional[bytes] = ...) -> None: ...
 
 class LendResponse(_message.Message):
     __slots__ = ("offered", "sent")

@@ -134,3 +134,8 @@ def block_names(
         name = blake2b(name + ids[end - size : end], digest_size=NAME_BYTES).digest()
         names.append(name)
     return tuple(names)
+
+
+def split_names(joined: bytes) -> list[bytes]:
+    """Return the names of blocks in their concatenation; a last one that is cut is shorter."""
+    return [joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]

@@ -18,7 +18,13 @@ from pool.pipeline.questions import AnswerT, StageQuestions
 from pool.pipeline.session_reports import SessionReports
 from pool.stage.adapters import LoadedAdapters
 from protos import pipeline_pb2 as pb
-from runtime.errors import CapacityError, ConfigError, UnavailableError
+from runtime.errors import (
+    CapacityError,
+    ConfigError,
+    FieldViolation,
+    InvalidRequestError,
+    UnavailableError,
+)
 from runtime.grammar import Grammar
 from transfer.agent.agent import TransferAgent
 from transfer.plan import codec
@@ -276,7 +282,15 @@ class StageGroup:
         on_change: Callable[[], object],
         data_rank: int = 0,
     ) -> None:
-        """Send cached entries from every stage of the data rank."""
+        """Send cached entries from every stage of the data rank.
+
+        Raises:
+            InvalidRequestError: the session is open already.
+        """
+        if self._reports.is_open(destination.session_id):
+            raise InvalidRequestError(
+                FieldViolation("destination.session_id", "is that of an open session")
+            )
         self._reports.watch(session, on_change, self._members[data_rank])
         self._send_open(None, source, destination, data_rank, is_cached=True)
         if 0 in self._members[data_rank]:

@@ -46,6 +46,10 @@ class SessionReports:
     def num_watched(self) -> int:
         return len(self._watched)
 
+    def is_open(self, session_id: str) -> bool:
+        """Return whether an epoch of the session is watched."""
+        return any(watched == session_id for watched, _ in self._watched)
+
     def report(self, event: StageSessionEvent) -> None:
         """Deliver a report of the leader's own transfer agent. Any thread."""
         self._loop.call_soon_threadsafe(self.deliver, 0, event)

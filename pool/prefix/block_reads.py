@@ -138,9 +138,9 @@ class BlockReads:
         try:
             await self._read_from(names, known, source)
         except BatonError as error:
-            logger.warning("blocks were not read from the %s: %s", self.owner, error)
+            logger.warning("blocks were not read (%s): %s", self.owner, error)
         except Exception:  # the prompt is computed, whatever is wrong here
-            logger.exception("blocks were not read from the %s", self.owner)
+            logger.exception("blocks were not read (%s)", self.owner)
         finally:
             del self._reads[names[known]]
 

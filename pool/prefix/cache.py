@@ -71,6 +71,12 @@ class PrefixCache:
         """Return how many of the blocks a prompt need not compute; a hint, for any thread."""
         return 0 if self.rule is None else self._tree.num_resumable(blocks)
 
+    def num_in_place(self, names: Sequence[bytes]) -> int:
+        """Return how many of the first names, which need not be a prompt's, are those of blocks that
+        are cached at these depths.
+        """
+        return 0 if self.rule is None else self._tree.num_in_place(names)
+
     def names_to_resume(self, blocks: tuple[bytes, ...], request: Request) -> tuple[bytes, ...]:
         """Return the blocks that a prompt need not compute if they are cached.
 

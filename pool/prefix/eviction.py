@@ -4,7 +4,7 @@ import heapq
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from math import inf, log2
 
 # Chosen by bench.cache_policy on a trace of conversations.
@@ -35,6 +35,20 @@ class BlockRun:
     def depth(self) -> int:
         """Return the number of blocks from the root to its last one."""
         return self.start + len(self.names)
+
+    def has_at(self, index: int, name: bytes) -> bool:
+        """Return whether the block at this index from the root is in the run, and has this name."""
+        return self.start <= index < self.depth and self.names[index - self.start] == name
+
+    def pages_to(self, depth: int) -> tuple[int, ...]:
+        """Return the pages of the first `depth` blocks, the last of which is in the run."""
+        parts = []
+        run = self
+        while run.parent is not None:
+            parts.append(run.page_ids[: depth - run.start])
+            depth = run.start
+            run = run.parent
+        return tuple(chain.from_iterable(reversed(parts)))
 
     @property
     def can_grow(self) -> bool:

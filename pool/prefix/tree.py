@@ -19,7 +19,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from math import gcd
 
 from pool.prefix.eviction import BlockRun, EvictionOrder, snapshot_worth, worth
@@ -154,10 +153,21 @@ class PrefixTree:
         run, depth = self._resume_point(names, min(known, last))
         return Found(
             depth * self._rule.block_tokens,
-            _page_ids(run, depth),
+            run.pages_to(depth),
             run.slot_id if run.depth == depth else None,
             self._snapshot_tokens(depth, known, last),
         )
+
+    def num_in_place(self, names: Sequence[bytes]) -> int:
+        """Return how many of the first names are of stored blocks at these depths.
+
+        The other methods take names for those of one prompt, which these need not be.
+        """
+        for index, name in enumerate(names):
+            run = self._runs.get(name)
+            if run is None or not run.has_at(index, name):
+                return index
+        return len(names)
 
     def resumed(self, names: Sequence[bytes], num_tokens: int) -> None:
         """Note that a prompt resumes after `num_tokens`, as `find` returned.
@@ -387,13 +397,3 @@ class PrefixTree:
     def _put_leaf(self, run: BlockRun) -> None:
         if not run.num_children and run is not self._root:
             self._leaves.put(run)
-
-
-def _page_ids(run: BlockRun, depth: int) -> tuple[int, ...]:
-    """Return the pages of the first `depth` blocks, the last of which is in the run."""
-    parts = []
-    while run.parent is not None:
-        parts.append(run.page_ids[: depth - run.start])
-        depth = run.start
-        run = run.parent
-    return tuple(chain.from_iterable(reversed(parts)))

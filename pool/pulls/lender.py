@@ -22,7 +22,7 @@ from pool.stage.plan import StagePlan
 from protos import lending_pb2 as pb
 from protos import lending_pb2_grpc
 from runtime.clock import SystemClock
-from runtime.digests import NAME_BYTES
+from runtime.digests import NAME_BYTES, split_names
 from runtime.errors import (
     CapacityError,
     FieldViolation,
@@ -93,7 +93,8 @@ class Lender(lending_pb2_grpc.LendingServicer):
             raise CapacityError(f"{MAX_LOANS} loans are open, which is the limit", resource="loans")
         self._num_open += 1
         try:
-            names = _names_in(await first_message(request_iterator, MESSAGE_S))
+            message = await first_message(request_iterator, MESSAGE_S)
+            names = _names_in(message, self._plan.geometry.num_pages)
             loan = await self._leader.loop.submit(lambda: self._lease(names), undo=_end)
             if loan is None:
                 yield pb.LendResponse(offered=pb.LoanOffered())
@@ -147,7 +148,9 @@ class Lender(lending_pb2_grpc.LendingServicer):
 
     def _lease(self, names: tuple[bytes, ...]) -> _LentBlocks | None:
         """Lease the cached ones of the first blocks, or return None. For the engine thread."""
-        rank, cache = max(enumerate(self._caches), key=lambda each: each[1].num_resumable(names))
+        known = [cache.num_in_place(names) for cache in self._caches]
+        rank = max(range(len(known)), key=known.__getitem__)
+        names, cache = names[: known[rank]], self._caches[rank]
         assert cache.rule is not None
         found = cache.find(names, len(names) * cache.rule.block_tokens + 1)
         if not found.num_tokens:
@@ -190,18 +193,18 @@ async def _until_sent(session: SendSession, changed: asyncio.Event) -> None:
         raise HandoffError(f"the blocks were not sent within {LOAN_S:g} s") from None
 
 
-def _names_in(message: pb.LendRequest) -> tuple[bytes, ...]:
+def _names_in(message: pb.LendRequest, most: int) -> tuple[bytes, ...]:
     """Return the names of blocks in a message.
 
     Raises:
-        InvalidRequestError: there are none, or they are not names.
+        InvalidRequestError: there are none or more than `most`, or they are not names.
     """
-    names = tuple(message.blocks.names)
-    if not names or any(len(name) != NAME_BYTES for name in names):
+    joined = message.blocks.names
+    if not 0 < len(joined) <= most * NAME_BYTES or len(joined) % NAME_BYTES:
         raise InvalidRequestError(
-            FieldViolation("blocks.names", f"must be names of {NAME_BYTES} bytes, at least one")
+            FieldViolation("blocks.names", f"must be 1 to {most} names of {NAME_BYTES} bytes")
         )
-    return names
+    return tuple(split_names(joined))
 
 
 def _end(loan: _LentBlocks | None) -> None:

@@ -117,12 +117,9 @@ class _HoldingPool:
                 call: LendCall = lending_pb2_grpc.LendingStub(channel).Lend()
                 terms = await self._offered(call, names)
                 yield _BorrowedBlocks(self.puller, call, terms, num_cached)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, BatonError) as error:
             self.puller.avoid(address)
-            raise error_from_rpc(error) from None
-        except BatonError:
-            self.puller.avoid(address)
-            raise
+            raise _reason(error) from None
 
     async def _offered(self, call: LendCall, names: Sequence[bytes]) -> SourceTerms | None:
         """Return the terms of the blocks that the holder lends, or None if it has none of them.
@@ -133,7 +130,7 @@ class _HoldingPool:
         """
         try:
             async with asyncio.timeout(OFFER_S):
-                await call.write(pb.LendRequest(blocks=pb.BlockNames(names=names)))
+                await call.write(pb.LendRequest(blocks=pb.BlockNames(names=b"".join(names))))
                 answer = await call.read()
         except TimeoutError:
             raise PeerLostError(f"the holder has not answered within {OFFER_S:g} s") from None
@@ -233,6 +230,17 @@ async def _until(session: ReceiveSession, changed: asyncio.Event, state: Receive
         except TimeoutError:
             raise HandoffError(f"the blocks of a holder have not left {session.state}") from None
         changed.clear()
+
+
+def _reason(error: BaseException) -> BatonError:
+    """Return the error of a failed loan."""
+    match error:
+        case BatonError():
+            return error
+        case grpc.aio.AioRpcError():
+            return error_from_rpc(error)
+        case _:
+            return PeerLostError("the holder has ended the loan")
 
 
 def _role_of(holder: prefill_pb2.BlockHolder) -> PeerRole:

@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import Protocol
 
 from protos import types_pb2, worker_pb2
-from runtime.digests import NAME_BYTES, block_names
+from runtime.digests import NAME_BYTES, block_names, split_names
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class PrefixIndex:
         self._latest = None
         held = self._held.setdefault(worker, bytearray())
         if report.stored:
-            names = dict.fromkeys(_names(report.stored))
+            names = dict.fromkeys(split_names(report.stored))
             bit = self._bit(worker)
             # A name that several data ranks store is removed only once, with the last of them.
             held += b"".join(name for name in names if not self._holders.get(name, 0) & bit)
             self._store(list(names), bit)
         if report.removed:
-            removed = _names(report.removed)
+            removed = split_names(report.removed)
             self._remove(removed, self._bits.get(worker, 0))
             self._num_removed[worker] = self._num_removed.get(worker, 0) + len(removed)
             if 2 * NAME_BYTES * self._num_removed[worker] > len(held):
@@ -152,7 +152,7 @@ class PrefixIndex:
         if bit:
             self._everyone ^= bit
             self._free.append(bit.bit_length() - 1)
-        self._remove(_names(bytes(self._held.pop(worker, b""))), bit)
+        self._remove(split_names(bytes(self._held.pop(worker, b""))), bit)
         self._num_removed.pop(worker, None)
         self._num_reports.pop(worker, None)
 
@@ -208,7 +208,7 @@ class PrefixIndex:
         """Drop names that the worker no longer has, and duplicates."""
         bit = self._bits.get(worker, 0)
         holders = self._holders
-        names = dict.fromkeys(_names(bytes(self._held[worker])))
+        names = dict.fromkeys(split_names(bytes(self._held[worker])))
         self._held[worker] = bytearray(
             b"".join(name for name in names if holders.get(name, 0) & bit)
         )
@@ -239,7 +239,3 @@ class PrefixIndex:
                 del holders[name]
                 if self.listener is not None:
                     self.listener.removed(name)
-
-
-def _names(joined: bytes) -> list[bytes]:
-    return [joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]

@@ -16,9 +16,7 @@ from bench.acceptance import held_out_queries
 from decode import worker
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
-from protos import worker_pb2, worker_pb2_grpc
-from runtime.process.announce import read_announcement
-from runtime.rpc.client import open_channel
+from tests.support.cluster.leaders import flush
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -43,14 +41,6 @@ async def ask(client: AsyncBatonClient, request: Request) -> Completion:
 
 def answers_of(model: Path, *requests: Request) -> list[Shown]:
     return on_the_wire(Reference(model).answers(list(requests)))
-
-
-async def flush(announced: Path) -> None:
-    """Empty the prefix cache of a pool."""
-    announcement = read_announcement(announced)
-    assert announcement is not None
-    async with open_channel(announcement.address) as channel:
-        await worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest())
 
 
 # Family, layouts of prefill and decode (stages, ranks of each), what prefill has cached.
@@ -137,7 +127,7 @@ async def test_the_entries_of_a_draft_come_along(
     )
     if holder == "prefill":
         model, draft = demo_model(), demo_model().parent / "draft"
-        text = " ".join(query.prompt for query in held_out_queries(3))
+        text = " ".join(str(query.prompt) for query in held_out_queries(3))
         query = replace(held_out_queries(1)[0], prompt=text)
     else:
         model = make_checkpoint(tmp_path, "llama", dtype=torch.float32)

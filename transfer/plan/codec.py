@@ -15,6 +15,7 @@ from transfer.plan.handoff_terms import (
 )
 from transfer.transport.authenticator import KEY_BYTES
 
+MAX_ID_CHARS = 64  # of sessions
 _STATE_TO_WIRE = {
     StageSessionState.OPEN: pipeline_pb2.STAGE_SESSION_STATE_OPEN,
     StageSessionState.COMPLETE: pipeline_pb2.STAGE_SESSION_STATE_COMPLETE,
@@ -135,10 +136,15 @@ def destination_to_proto(destination: DestinationTerms) -> transfer_pb2.Destinat
 def destination_from_proto(message: transfer_pb2.DestinationTerms) -> DestinationTerms:
     """Return the destination terms in a message.
 
-    Raises InvalidRequestError if the session has no id or the key has the wrong length.
+    Raises InvalidRequestError if the id of the session or the key has the wrong length.
     """
-    if not message.session_id:
-        raise InvalidRequestError(FieldViolation("destination.session_id", "must not be empty"))
+    if not 0 < len(message.session_id) <= MAX_ID_CHARS:
+        raise InvalidRequestError(
+            FieldViolation(
+                "destination.session_id",
+                f"must have 1 to {MAX_ID_CHARS} characters, got {len(message.session_id)}",
+            )
+        )
     if len(message.key) != KEY_BYTES:
         raise InvalidRequestError(
             FieldViolation(
