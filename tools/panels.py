@@ -732,6 +732,24 @@ CACHE = Dashboard(
             (PanelQuery(of("baton_disk_cache_used_bytes"), "{{instance}}"),),
         ),
         Panel(
+            "Pulls",
+            "short",
+            "Pages per second that prefill workers took from other workers, or not, and why; and those "
+            "that were lent.",
+            (
+                PanelQuery(
+                    rate("baton_pull_blocks_total", "instance, event"), "{{instance}} {{event}}"
+                ),
+                PanelQuery(rate("baton_lent_blocks_total", "instance"), "{{instance}} lent"),
+            ),
+        ),
+        Panel(
+            "Pulling",
+            "s",
+            "Seconds per second that prompts waited for pulled pages.",
+            (PanelQuery(rate("baton_pull_seconds_sum", "instance"), "{{instance}}"),),
+        ),
+        Panel(
             "Evicted pages",
             "short",
             "Per second, by cause: memory pressure, or a flush.",

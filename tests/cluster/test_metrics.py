@@ -62,6 +62,12 @@ SHOWN_ELSEWHERE = {
     ("decode-0.0", "baton_disk_cache_blocks"),
     ("decode-0.0", "baton_disk_cache_read_seconds"),
     ("decode-0.0", "baton_disk_cache_used_bytes"),
+    # A single worker of each role pulls nothing: see tests/one_process/test_pulls.py.
+    *(
+        (name, metric)
+        for name in ("prefill-0", "decode-0.0")
+        for metric in ("baton_pull_blocks", "baton_pull_seconds", "baton_lent_blocks")
+    ),
     ("prefill-0", "baton_queue_depth"),
     ("decode-0.0", "baton_queue_depth"),
     ("prefill-0", "baton_queue_oldest_seconds"),
