@@ -2,6 +2,7 @@
 others."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,7 @@ from baton.client import AsyncBatonClient
 from baton.roles import set_roles
 from baton.values import Query, Sampling, Stop
 from engine.core.request import Request, SamplingParams
-from protos import decode_pb2_grpc, pipeline_pb2_grpc, prefill_pb2_grpc
+from protos import decode_pb2_grpc, lending_pb2_grpc, pipeline_pb2_grpc, prefill_pb2_grpc
 from runtime.errors import (
     InvalidRequestError,
     PermissionDeniedError,
@@ -190,3 +191,38 @@ async def rotate_under_load(
     is_over.set()
     await asyncio.gather(*tasks)
     assert answered[0] >= 2 * 5
+
+
+async def test_workers_pull_from_each_other_and_clients_do_not(
+    checkpoint: Path, reference: Reference, tmp_path: Path
+) -> None:
+    authority = Authority("one")
+    token = tmp_path / "token"
+    token.write_text("the-token-of-this-test\n")
+    flags = ("--config", str(settings(tmp_path, authority, token)))
+    client_files = authority.store(tmp_path / "client", "client")
+    pulls = ("--policy", "round_robin", "--pull-tokens", "1")
+    prompt = tuple(range(3, 203))
+    async with running_cluster(
+        checkpoint,
+        prefill=2,
+        worker_flags=flags,
+        router_flags=(*flags, *pulls),
+        security=ChannelSecurity(authority.store(tmp_path / "operator", "operator")),
+        client_security=ChannelSecurity(client_files, OwnToken(token)),
+    ) as running:
+        ((*expected,),) = reference.answers(
+            [Request("r", prompt, NUM_TOKENS, SamplingParams(temperature=0))]
+        )
+        for num_cached in (0, 192):
+            answer = await running.client.complete(replace(QUERY, prompt=prompt), timeout_s=60)
+            assert list(answer.token_ids) == [token_id for token_id, _ in expected]
+            assert answer.finish.usage.cached_tokens == num_cached
+            await asyncio.sleep(1.0)  # four reports of the caches to the router
+        announcement = running.cluster.processes["prefill-0"].announcement
+        assert announcement is not None
+        prefill = ChannelSecurity(client_files, server_name="prefill")
+        async with open_channel(announcement.address, security=prefill) as channel:
+            lend = lending_pb2_grpc.LendingStub(channel).Lend(wait_for_ready=True)
+            assert isinstance(await refusal(lend), PermissionDeniedError)
+        await running.until_clean()
