@@ -29,7 +29,7 @@ PATIENT = Retry(
 )  # as long as a deadline allows
 ENDED_S = 5.0  # for the processes of a stopped cluster to exit
 WORKER_FLAGS = ("--drain-s", "2")
-ROUTER_FLAGS = ("--drain-s", "2")
+ROUTER_FLAGS = ("--drain-s", "2", "--pull-tokens", "64")
 SETTINGS = (
     "[router]\nclient_stall_s = 5\n"  # so that stalled clients are disconnected within a storm
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
-from runtime.digests import in_common
+from runtime.digests import in_common, may_pair
 
 
 @dataclass(frozen=True)
@@ -44,5 +44,6 @@ def _lends_to(holder: Worker, source: Worker) -> bool:
         holder.is_usable
         and holder.info is not None
         and holder.info.lends_blocks
+        and may_pair(source.compatibility, holder.compatibility)
         and in_common(source.compatibility, holder.compatibility) == source.compatibility
     )
