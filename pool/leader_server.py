@@ -81,7 +81,7 @@ class LeaderServer:
         self._adapters = self._make_adapters()
         self._disk = self._open_disk_cache()
         reclaimer = MemoryReclaimer(reports, self._leader.loop, self._on_unhealthy)
-        self._lender, puller = self._share_caches(reclaimer)
+        self._lender, self._puller = self._share_caches(reclaimer)
         self._parts = LeaderParts(
             config,
             stage,
@@ -93,7 +93,7 @@ class LeaderServer:
             self._switch,
             self._adapters,
             self._disk,
-            puller,
+            self._puller,
         )
         self._worker_service = self._make_worker_service()
         self._adapters.changed = self._worker_service.changed
@@ -249,6 +249,7 @@ class LeaderServer:
         load = worker_load(self._leader, self._board.load_of(role), self._meters, start_s)
         load.roles.extend(self._switch.active)
         load.roles_epoch = self._switch.epoch
+        load.pull_cost = 0.0 if self._puller is None else self._puller.cost
         if load.serving and (reason := self._switch.reason_against(role)):
             load.serving, load.reason = False, reason
         return load

@@ -100,7 +100,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., pages_total: _Optional[int] = ..., slots_total: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., stages: _Optional[_Iterable[str]] = ..., tokenizer_digest: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., wire_version: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., retired_adapters: _Optional[_Iterable[str]] = ..., loaded_adapters: _Optional[_Iterable[str]] = ..., lends_blocks: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports", "data_ranks", "local_rest_tokens", "roles", "roles_epoch")
+    __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports", "data_ranks", "local_rest_tokens", "roles", "roles_epoch", "pull_cost")
     SERVING_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class WorkerLoad(_message.Message):
     LOCAL_REST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ROLES_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PULL_COST_FIELD_NUMBER: _ClassVar[int]
     serving: bool
     reason: str
     queued_requests: int
@@ -135,7 +136,8 @@ class WorkerLoad(_message.Message):
     local_rest_tokens: int
     roles: _containers.RepeatedScalarFieldContainer[str]
     roles_epoch: int
-    def __init__(self, serving: _Optional[bool] = ..., reason: _Optional[str] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., start_s: _Optional[float] = ..., cache_reports: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., local_rest_tokens: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., roles_epoch: _Optional[int] = ...) -> None: ...
+    pull_cost: float
+    def __init__(self, serving: _Optional[bool] = ..., reason: _Optional[str] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., start_s: _Optional[float] = ..., cache_reports: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., local_rest_tokens: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., roles_epoch: _Optional[int] = ..., pull_cost: _Optional[float] = ...) -> None: ...
 
 class CacheReport(_message.Message):
     __slots__ = ("number", "whole", "stored", "removed")

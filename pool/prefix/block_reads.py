@@ -113,6 +113,11 @@ class BlockReads:
         began_s = next((began_s for _, began_s in self._reads.values()), None)
         return 0.0 if began_s is None else self._events.time() - began_s
 
+    def cost(self, block_tokens: int) -> float:
+        """Return the time to read a block / to compute its tokens; 0 if it is not known."""
+        least_s = self.least_s(block_tokens)
+        return self._block_s / least_s if least_s else 0.0
+
     async def bring(self, names: tuple[bytes, ...], source: BlockSource) -> None:
         """Bring blocks into the cache that only `source` has.
 

@@ -70,6 +70,11 @@ class Puller:
             notify=True,
         )
 
+    @property
+    def cost(self) -> float:
+        """Return the time to pull a token / to compute it; 0 before the first pull."""
+        return self.reads.cost(self.plan.geometry.page_size)
+
     async def bring(
         self, request: Request, names: tuple[bytes, ...], holder: prefill_pb2.BlockHolder
     ) -> None:

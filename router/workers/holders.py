@@ -1,41 +1,83 @@
-"""The worker from which a prefill worker may pull the beginning of a prompt."""
+"""The workers from which a prefill worker may pull the beginning of a prompt."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from router.workers.policies import PolicyContext
 from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
 from runtime.digests import in_common, may_pair
+
+UNSEEN_PULL_COST = 0.5  # of a worker that has not pulled yet
+
+Cached = Mapping[str, int]
+"""The cached tokens of a prompt by address."""
 
 
 @dataclass(frozen=True)
 class BlockHolders:
     """The workers with cached blocks of prompts.
 
-    With a `least_tokens` of 0 none is ever named.
+    Those of prefill workers and of groups of decode pools are given apart.
     """
 
     workers: WorkerSet
     least_tokens: int  # that a pull must save
 
     def best(
-        self, cached: Mapping[WorkerRole, Mapping[str, int]], source: Worker, num_cached: int
+        self, cached: Cached, in_pools: Sequence[Cached], source: Worker, num_cached: int
     ) -> Worker | None:
         """Return the worker with most of a prompt, or None if a pull from it saves too little.
 
-        `cached` has the prompt's cached tokens by role and address. The prefill worker `source` has
-        `num_cached` of them.
+        The prefill worker `source` has `num_cached` of the prompt's tokens.
         """
-        if not self.least_tokens:
-            return None
-        most, best = num_cached + self.least_tokens - 1, None
-        for role, by_address in cached.items():
-            for address, count in by_address.items():
-                if count > most and address != source.address:
-                    holder = self.workers.find(role, address)
-                    if holder is not None and _lends_to(holder, source):
-                        most, best = count, holder
-        return best
+        found = self._best(self._ranked(cached, in_pools), source, num_cached)
+        return None if found is None else found[1]
+
+    def weighed(
+        self, context: PolicyContext, in_pools: Sequence[Cached], sources: Sequence[Worker]
+    ) -> PolicyContext:
+        """Return the context for a choice among prefill workers, with what each could pull.
+
+        A pulled token counts as cached, less the share of its computing time that a pull takes.
+        """
+        ranked = self._ranked(context.num_cached, in_pools)
+        if not ranked:
+            return context
+        num_cached = dict(context.num_cached)
+        for source in sources:
+            own = num_cached.get(source.address, 0)
+            if (found := self._best(ranked, source, own)) is not None:
+                cost = source.load.pull_cost or UNSEEN_PULL_COST
+                num_cached[source.address] = own + round((found[0] - own) * max(0.0, 1 - cost))
+        return replace(context, num_cached=num_cached)
+
+    def _ranked(
+        self, cached: Cached, in_pools: Sequence[Cached]
+    ) -> list[tuple[int, WorkerRole, str]]:
+        """Return the workers with enough of a prompt, those with most first."""
+        every = [(WorkerRole.PREFILL, cached), *((WorkerRole.DECODE, each) for each in in_pools)]
+        return sorted(
+            (
+                (count, role, address)
+                for role, by_address in every
+                for address, count in by_address.items()
+                if count >= self.least_tokens
+            ),
+            reverse=True,
+        )
+
+    def _best(
+        self, ranked: Sequence[tuple[int, WorkerRole, str]], source: Worker, own: int
+    ) -> tuple[int, Worker] | None:
+        """Return the first worker that lends to `source`, with its count, if that saves enough."""
+        for count, role, address in ranked:
+            if count - own < self.least_tokens:
+                return None
+            holder = self.workers.find(role, address)
+            if holder is not None and address != source.address and _lends_to(holder, source):
+                return count, holder
+        return None
 
 
 def _lends_to(holder: Worker, source: Worker) -> bool:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from router.workers.adapters import has_adapter, with_adapter_loaded
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
-from router.workers.failed_links import FailedLinks
 from router.workers.holders import BlockHolders
+from router.workers.links import FailedLinks, Linked, linked
 from router.workers.packing import decode_place, weighed_sources
 from router.workers.placement_request import PlacementRequest, WorkerPair
 from router.workers.policies import PolicyContext
@@ -25,18 +25,10 @@ from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
 from runtime.clock import Clock
-from runtime.digests import may_pair
 from runtime.observe.metrics import RouterMetrics
 
 # Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
 MOST_COMPARED = 64
-
-
-class _Linked(NamedTuple):
-    """Prefill workers of one kind, each of which may feed each of these decode pools."""
-
-    sources: Sequence[Worker]
-    pools: Sequence[Worker]
 
 
 class _Chosen(NamedTuple):
@@ -108,7 +100,7 @@ class WorkerPlacement:
         self, sources: Sequence[Worker], pools: Sequence[Worker], request: PlacementRequest
     ) -> WorkerPair | None:
         groups = [
-            _Linked(self._ready(group.sources, request), self._ready(group.pools, request))
+            Linked(self._ready(group.sources, request), self._ready(group.pools, request))
             for group in self._linked(sources, pools)
         ]
         return self._book_pair(groups, request)
@@ -234,64 +226,25 @@ class WorkerPlacement:
         digests = {worker.compatibility for worker in sources}
         return any(self._fitting(WorkerRole.DECODE, request.of_kind(digest)) for digest in digests)
 
-    def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[_Linked]:
-        """Return which sources may feed which pools; failed links only if no source has another
-        pool.
-        """
-        pools_alike = _by_compatibility(pools)
-        groups = [
-            _Linked(
-                alike,
-                [
-                    pool
-                    for other, found in pools_alike.items()
-                    if may_pair(digest, other)
-                    for pool in found
-                ],
-            )
-            for digest, alike in _by_compatibility(sources).items()
-        ]
-        if not len(self._failed_links):
-            return groups
-        sound = [part for group in groups for part in self._without_failed_links(group)]
-        return sound if any(part.pools for part in sound) else groups
+    def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[Linked]:
+        return linked(sources, pools, self._failed_links)
 
-    def _without_failed_links(self, group: _Linked) -> list[_Linked]:
-        """Split a group by failed links: each source with one gets its own list of pools."""
-        failed_links = self._failed_links.by_source()
-        whole = [source for source in group.sources if source.incarnation not in failed_links]
-        parts = [
-            _Linked(
-                [source],
-                [
-                    pool
-                    for pool in group.pools
-                    if pool.incarnation not in failed_links[source.incarnation]
-                ],
-            )
-            for source in group.sources
-            if source.incarnation in failed_links
-        ]
-        return [_Linked(whole, group.pools), *parts] if whole else parts
-
-    def _book_pair(self, linked: Sequence[_Linked], request: PlacementRequest) -> WorkerPair | None:
+    def _book_pair(self, groups: Sequence[Linked], request: PlacementRequest) -> WorkerPair | None:
         """Book one source and one of its pools, full or not.
 
         Both are chosen before either is booked. Releasing a booking wakes requests that wait for
         room, and two such requests would wake each other forever.
         """
-        groups = [group for group in linked if group.sources and group.pools]
+        groups = [group for group in groups if group.sources and group.pools]
         if not groups:
             return None
+        num_tokens = request.prompt.num_tokens
         with self._metrics.pick_s.time():
-            context = self._policy_context(
-                [source for group in groups for source in group.sources], request.prompt
-            )
+            every_source = [source for group in groups for source in group.sources]
+            context = self._policy_context(every_source, request.prompt)
             candidates = [
                 LinkedWorkers(
-                    weighed_sources(
-                        _candidates(group.sources), group.pools, request.prompt.num_tokens
-                    ),
+                    weighed_sources(_candidates(group.sources), group.pools, num_tokens),
                     _candidates(group.pools),
                     self._policy_context(
                         group.pools, request.prompt, source=group.sources[0].compatibility
@@ -299,7 +252,14 @@ class WorkerPlacement:
                 )
                 for group in groups
             ]
-            chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, context)
+            # A shorter prompt has nothing to pull.
+            pulls = num_tokens > self._holders.least_tokens > 0
+            in_pools = [each.context.num_cached for each in candidates]
+            chosen = choose_pair(
+                self._policies[WorkerRole.PREFILL],
+                candidates,
+                self._holders.weighed(context, in_pools, every_source) if pulls else context,
+            )
         sources, pools = groups[chosen.group]
         source = _named(sources, chosen.source, context)
         of_pools = candidates[chosen.group].context
@@ -307,14 +267,14 @@ class WorkerPlacement:
             source.worker,
             _named(pools, chosen.pool, of_pools).worker,
             pools,
-            request.prompt.num_tokens,
+            num_tokens,
         )
         self._metrics.placements.labels(place.kind, place.why).inc()
         self.placed[place.kind, place.why] += 1
         pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
         pair = WorkerPair(self._book(source, request), self._book(pool, request))
-        cached = {WorkerRole.PREFILL: context.num_cached, WorkerRole.DECODE: of_pools.num_cached}
-        pair.prefill.holder = self._holders.best(cached, *source)
+        if pulls:
+            pair.prefill.holder = self._holders.best(context.num_cached, in_pools, *source)
         return pair
 
     def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:
@@ -372,19 +332,7 @@ class WorkerPlacement:
 
 
 # All workers are looked at for every choice.
-_compatibility = attrgetter("snapshot.compatibility")
 _candidate = attrgetter("snapshot.candidate")
-
-
-def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-    """Group workers by compatibility, in the order of their first workers."""
-    digests = dict.fromkeys(map(_compatibility, workers))
-    if len(digests) == 1:
-        return {digest: list(workers) for digest in digests}
-    return {
-        digest: [worker for worker in workers if worker.snapshot.compatibility == digest]
-        for digest in digests
-    }
 
 
 def _candidates(workers: Iterable[Worker]) -> list[Candidate]:

@@ -412,7 +412,7 @@ WORDS = [
     (
         OPERATIONS,
         "remembers the pair for half a minute",
-        "router/workers/failed_links.py:SEVERED_MEMORY_S",
+        "router/workers/links.py:SEVERED_MEMORY_S",
         30,
     ),
     (

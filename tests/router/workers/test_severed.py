@@ -6,9 +6,9 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.workers import failed_links
+from router.workers import links
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.failed_links import SEVERED_MEMORY_S, FailedLinks
+from router.workers.links import SEVERED_MEMORY_S, FailedLinks
 from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
@@ -112,7 +112,7 @@ async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(
     pairs.add(source.incarnation, first.incarnation)
     serves(first, incarnation="new")
     assert first.incarnation not in pairs.by_source().get(source.incarnation, ())
-    monkeypatch.setattr(failed_links, "MAX_SEVERED_PAIRS", 1)
+    monkeypatch.setattr(links, "MAX_SEVERED_PAIRS", 1)
     pairs.add(source.incarnation, first.incarnation)
     pairs.add(source.incarnation, second.incarnation)
     assert len(pairs) == 1
