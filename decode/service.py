@@ -104,8 +104,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             alike = mine if source is None else in_common(mine, source.compatibility)
             blocks = parts.blocks_of(request, alike)
             kept_as = alike if parts.caches and request.uses_cache else ""
-            if parts.disk is not None and source is None:
-                await parts.disk.bring(request, blocks)
+            if source is None:
+                await parts.bring(request, blocks, asked.holder)
 
             def take(scheduler: DecodeScheduler) -> Reservation:
                 admit = (

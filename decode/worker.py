@@ -166,6 +166,7 @@ class DecodeLeader:
                 switch=parts.switch,
                 adapters=parts.adapters,
                 disk=parts.disk,
+                puller=parts.puller,
                 grammars=parts.leader.grammars,
                 caches=parts.config.decode_cache
                 if prompts_of is None

@@ -7,13 +7,14 @@ from engine.sampling.guided import GuidedSampler
 from pool.adapters_service import PoolAdaptersService
 from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.session_reports import SessionReports
 from pool.prefix.cache import PrefixCache
 from pool.pulls.lender import Lender
 from pool.pulls.puller import Puller
 from pool.request.adapter_memory import StagesAdapters
 from pool.request.adapters import PoolAdapters
-from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost
 from pool.request.role_switch import RoleSwitch
 from pool.role import LeaderParts
 from pool.serving import (

@@ -10,11 +10,12 @@ from engine.loop import Scheduler
 from engine.pipeline.stage_executor import LayerObserver
 from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.prefix.journal import PointJournal
 from pool.pulls.puller import Puller
 from pool.request.adapters import PoolAdapters
 from pool.request.entry import RankScheduler
-from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost
 from pool.request.role_switch import RoleSwitch
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark

@@ -15,7 +15,6 @@ from functools import partial
 import grpc
 
 from engine.core.request import Request
-from pool.pulls.puller import Puller
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts, read_request, serve
@@ -65,7 +64,6 @@ class PrefillParts(RequestParts):
     ranks: DataRanks[PrefillScheduler]
     chunk_tokens: int
     may_decode: bool = False  # whether the pool also decodes
-    puller: Puller | None = None  # of blocks that other pools have
 
 
 class PrefillHandler:
@@ -380,10 +378,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
         async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
-            if parts.puller is not None and asked.HasField("holder"):
-                await parts.puller.bring(request, blocks, asked.holder)
-            if parts.disk is not None:
-                await parts.disk.bring(request, blocks)
+            await parts.bring(request, blocks, asked.holder)
 
             def submit(scheduler: PrefillScheduler) -> int:
                 return scheduler.submit(request, emit, blocks=blocks, deadline=deadline)

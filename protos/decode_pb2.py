@@ -26,7 +26,7 @@ from protos import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"5\n\x0c\x44\x65\x63odeInputs\x12%\n\x06inputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeInput\"\x87\x02\n\x0b\x44\x65\x63odeInput\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x14.baton.v1.DecodeOpenH\x00\x12+\n\nnew_source\x18\x03 \x01(\x0b\x32\x15.baton.v1.SourceTermsH\x00\x12+\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12\x31\n\x0bsource_lost\x18\x05 \x01(\x0b\x32\x1a.baton.v1.DecodeSourceLostH\x00\x12/\n\tcancelled\x18\x06 \x01(\x0b\x32\x1a.baton.v1.RequestCancelledH\x00\x42\x07\n\x05input\"\xc5\x01\n\nDecodeOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x1a\n\x12replayed_token_ids\x18\x03 \x03(\r\x12)\n\x07\x63ontext\x18\x06 \x01(\x0b\x32\x18.baton.v1.RequestContextJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\x08steps_idR\tsteps_key\"\x12\n\x10\x44\x65\x63odeSourceLost\"@\n\x0f\x44\x65\x63odeCommitted\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"$\n\x0b\x44\x65\x63odeLocal\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xa2\x01\n\x0e\x44\x65\x63odeFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"5\n\x0c\x44\x65\x63odeEvents\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeEvent\"\xbf\x02\n\x0b\x44\x65\x63odeEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x31\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x12.\n\tcommitted\x18\x04 \x01(\x0b\x32\x19.baton.v1.DecodeCommittedH\x00\x12&\n\x05local\x18\x05 \x01(\x0b\x32\x15.baton.v1.DecodeLocalH\x00\x12&\n\x06tokens\x18\x06 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12,\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x12\'\n\x05\x65nded\x18\x08 \x01(\x0b\x32\x16.baton.v1.RequestEndedH\x00\x42\x07\n\x05\x65vent2E\n\x06\x44\x65\x63ode\x12;\n\x05Serve\x12\x16.baton.v1.DecodeInputs\x1a\x16.baton.v1.DecodeEvents(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"5\n\x0c\x44\x65\x63odeInputs\x12%\n\x06inputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeInput\"\x87\x02\n\x0b\x44\x65\x63odeInput\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x14.baton.v1.DecodeOpenH\x00\x12+\n\nnew_source\x18\x03 \x01(\x0b\x32\x15.baton.v1.SourceTermsH\x00\x12+\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12\x31\n\x0bsource_lost\x18\x05 \x01(\x0b\x32\x1a.baton.v1.DecodeSourceLostH\x00\x12/\n\tcancelled\x18\x06 \x01(\x0b\x32\x1a.baton.v1.RequestCancelledH\x00\x42\x07\n\x05input\"\xec\x01\n\nDecodeOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x1a\n\x12replayed_token_ids\x18\x03 \x03(\r\x12)\n\x07\x63ontext\x18\x06 \x01(\x0b\x32\x18.baton.v1.RequestContext\x12%\n\x06holder\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockHolderJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\x08steps_idR\tsteps_key\"\x12\n\x10\x44\x65\x63odeSourceLost\"@\n\x0f\x44\x65\x63odeCommitted\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"$\n\x0b\x44\x65\x63odeLocal\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xa2\x01\n\x0e\x44\x65\x63odeFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"5\n\x0c\x44\x65\x63odeEvents\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeEvent\"\xbf\x02\n\x0b\x44\x65\x63odeEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x31\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x12.\n\tcommitted\x18\x04 \x01(\x0b\x32\x19.baton.v1.DecodeCommittedH\x00\x12&\n\x05local\x18\x05 \x01(\x0b\x32\x15.baton.v1.DecodeLocalH\x00\x12&\n\x06tokens\x18\x06 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12,\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x12\'\n\x05\x65nded\x18\x08 \x01(\x0b\x32\x16.baton.v1.RequestEndedH\x00\x42\x07\n\x05\x65vent2E\n\x06\x44\x65\x63ode\x12;\n\x05Serve\x12\x16.baton.v1.DecodeInputs\x1a\x16.baton.v1.DecodeEvents(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEINPUT']._serialized_start=138
   _globals['_DECODEINPUT']._serialized_end=401
   _globals['_DECODEOPEN']._serialized_start=404
-  _globals['_DECODEOPEN']._serialized_end=601
-  _globals['_DECODESOURCELOST']._serialized_start=603
-  _globals['_DECODESOURCELOST']._serialized_end=621
-  _globals['_DECODECOMMITTED']._serialized_start=623
-  _globals['_DECODECOMMITTED']._serialized_end=687
-  _globals['_DECODELOCAL']._serialized_start=689
-  _globals['_DECODELOCAL']._serialized_end=725
-  _globals['_DECODEFINISHED']._serialized_start=728
-  _globals['_DECODEFINISHED']._serialized_end=890
-  _globals['_DECODEEVENTS']._serialized_start=892
-  _globals['_DECODEEVENTS']._serialized_end=945
-  _globals['_DECODEEVENT']._serialized_start=948
-  _globals['_DECODEEVENT']._serialized_end=1267
-  _globals['_DECODE']._serialized_start=1269
-  _globals['_DECODE']._serialized_end=1338
+  _globals['_DECODEOPEN']._serialized_end=640
+  _globals['_DECODESOURCELOST']._serialized_start=642
+  _globals['_DECODESOURCELOST']._serialized_end=660
+  _globals['_DECODECOMMITTED']._serialized_start=662
+  _globals['_DECODECOMMITTED']._serialized_end=726
+  _globals['_DECODELOCAL']._serialized_start=728
+  _globals['_DECODELOCAL']._serialized_end=764
+  _globals['_DECODEFINISHED']._serialized_start=767
+  _globals['_DECODEFINISHED']._serialized_end=929
+  _globals['_DECODEEVENTS']._serialized_start=931
+  _globals['_DECODEEVENTS']._serialized_end=984
+  _globals['_DECODEEVENT']._serialized_start=987
+  _globals['_DECODEEVENT']._serialized_end=1306
+  _globals['_DECODE']._serialized_start=1308
+  _globals['_DECODE']._serialized_end=1377
 # @@protoc_insertion_point(module_scope)

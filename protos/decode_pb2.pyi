@@ -31,16 +31,18 @@ class DecodeInput(_message.Message):
     def __init__(self, key: _Optional[int] = ..., open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., new_source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., first_token: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., source_lost: _Optional[_Union[DecodeSourceLost, _Mapping]] = ..., cancelled: _Optional[_Union[_types_pb2.RequestCancelled, _Mapping]] = ...) -> None: ...
 
 class DecodeOpen(_message.Message):
-    __slots__ = ("request", "source", "replayed_token_ids", "context")
+    __slots__ = ("request", "source", "replayed_token_ids", "context", "holder")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     request: _types_pb2.EngineRequest
     source: _transfer_pb2.SourceTerms
     replayed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     context: _types_pb2.RequestContext
-    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., replayed_token_ids: _Optional[_Iterable[int]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ...) -> None: ...
+    holder: _types_pb2.BlockHolder
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., replayed_token_ids: _Optional[_Iterable[int]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ..., holder: _Optional[_Union[_types_pb2.BlockHolder, _Mapping]] = ...) -> None: ...
 
 class DecodeSourceLost(_message.Message):
     __slots__ = ()

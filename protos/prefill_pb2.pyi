@@ -37,16 +37,8 @@ class PrefillOpen(_message.Message):
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     request: _types_pb2.EngineRequest
     context: _types_pb2.RequestContext
-    holder: BlockHolder
-    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ..., holder: _Optional[_Union[BlockHolder, _Mapping]] = ...) -> None: ...
-
-class BlockHolder(_message.Message):
-    __slots__ = ("address", "role")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    role: str
-    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+    holder: _types_pb2.BlockHolder
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ..., holder: _Optional[_Union[_types_pb2.BlockHolder, _Mapping]] = ...) -> None: ...
 
 class PrefillRelease(_message.Message):
     __slots__ = ()

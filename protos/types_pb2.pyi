@@ -204,3 +204,11 @@ class DataRankLoad(_message.Message):
     pages_free: int
     slots_free: int
     def __init__(self, queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ...) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("address", "role")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    role: str
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...

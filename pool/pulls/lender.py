@@ -16,8 +16,8 @@ import grpc
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import PageLease, SlotLease
 from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.prefix.cache import PrefixCache
-from pool.request.handler import MemoryReclaimer
 from pool.stage.plan import StagePlan
 from protos import lending_pb2 as pb
 from protos import lending_pb2_grpc

@@ -16,12 +16,12 @@ import grpc
 
 from engine.core.request import Request
 from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.prefix.block_reads import BlockRead, BlockReads
 from pool.prefix.cache import PrefixCache
-from pool.request.handler import MemoryReclaimer
 from pool.stage.plan import StagePlan
 from protos import lending_pb2 as pb
-from protos import lending_pb2_grpc, prefill_pb2
+from protos import lending_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
 from runtime.digests import check_compatible, share_draft
 from runtime.errors import BatonError, ConfigError, HandoffError, PeerLostError
@@ -76,7 +76,7 @@ class Puller:
         return self.reads.cost(self.plan.geometry.page_size)
 
     async def bring(
-        self, request: Request, names: tuple[bytes, ...], holder: prefill_pb2.BlockHolder
+        self, request: Request, names: tuple[bytes, ...], holder: types_pb2.BlockHolder
     ) -> None:
         """Bring the blocks of a prompt into the cache that the holder has.
 
@@ -109,7 +109,7 @@ class _HoldingPool:
     """Another pool that has blocks of a prompt. Implements `BlockSource`."""
 
     puller: Puller
-    holder: prefill_pb2.BlockHolder
+    holder: types_pb2.BlockHolder
 
     @asynccontextmanager
     async def offer(
@@ -248,7 +248,7 @@ def _reason(error: BaseException) -> BatonError:
             return PeerLostError("the holder has ended the loan")
 
 
-def _role_of(holder: prefill_pb2.BlockHolder) -> PeerRole:
+def _role_of(holder: types_pb2.BlockHolder) -> PeerRole:
     """Return the role that the certificate of a holder names.
 
     Raises:

@@ -7,6 +7,7 @@ from protos import decode_pb2, prefill_pb2, types_pb2
 from router.request.events import Close, OpenDecode, OpenPrefill, Received, Send, StreamEnded
 from router.request.notes import booking_of
 from router.request.worker_stream import WorkerStream
+from router.workers.worker import Booking
 from runtime.clock import Deadline
 from runtime.errors import PeerLostError
 from runtime.observe.tracing import outgoing
@@ -33,14 +34,9 @@ class RequestStreams:
     def open_prefill(self, command: OpenPrefill) -> None:
         """Open a stream to a prefill worker."""
         booking = booking_of(command.worker)
-        worker, holder = booking.worker, booking.holder
         opening = prefill_pb2.PrefillInput()
-        self._fill(opening.open)
-        if holder is not None:
-            opening.open.holder.address, opening.open.holder.role = (
-                holder.address,
-                holder.role.value,
-            )
+        self._fill(opening.open, booking)
+        worker = booking.worker
         self._open[command.number] = WorkerStream.open(
             command.number, worker, worker.prefill_calls.current(), opening, self._deliver
         )
@@ -56,7 +52,7 @@ class RequestStreams:
         opening.open.replayed_token_ids.extend(command.replayed)
         if command.source is not None:
             opening.open.source.CopyFrom(command.source)
-        self._fill(opening.open)
+        self._fill(opening.open, booking)
         worker = booking.worker
         self._open[command.number] = WorkerStream.open(
             command.number, worker, worker.decode_calls.current(), opening, self._deliver
@@ -94,8 +90,12 @@ class RequestStreams:
         stream.close()
         return stream.lost(reason)
 
-    def _fill(self, opening: prefill_pb2.PrefillOpen | decode_pb2.DecodeOpen) -> None:
-        """Fill in the request, and its context: time left in seconds and trace."""
+    def _fill(
+        self, opening: prefill_pb2.PrefillOpen | decode_pb2.DecodeOpen, booking: Booking
+    ) -> None:
+        """Fill in the request, its context (time left in seconds and trace), and the holder."""
+        if (holder := booking.holder) is not None:
+            opening.holder.address, opening.holder.role = holder.address, holder.role.value
         opening.request.CopyFrom(self._request)
         opening.context.CopyFrom(
             types_pb2.RequestContext(time_left_s=self._deadline.remaining_s(), **self._trace)

@@ -274,7 +274,9 @@ class WorkerPlacement:
         pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
         pair = WorkerPair(self._book(source, request), self._book(pool, request))
         if pulls:
-            pair.prefill.holder = self._holders.best(context.num_cached, in_pools, *source)
+            holder = self._holders.best(context.num_cached, in_pools, *source)
+            pair.prefill.holder = holder
+            pair.decode.holder = holder if pair.is_aggregated else None
         return pair
 
     def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:

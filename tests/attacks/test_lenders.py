@@ -234,7 +234,12 @@ async def test_a_lender_that_lies_changes_no_answer(
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     (right,) = on_the_wire(Reference(model).answers([question(0)]))
     async with cluster_in_process(
-        model, announced=tmp_path, page_size=PAGE, chunk_tokens=64, decode={"num_pages": 400}
+        model,
+        announced=tmp_path,
+        page_size=PAGE,
+        chunk_tokens=64,
+        decode={"num_pages": 400},
+        router={"pull_tokens": 1},
     ) as client:
         decode = leader_address(tmp_path / "decode-0.json")
         async with in_the_middle(decode) as (lender, address):

@@ -115,6 +115,25 @@ async def test_a_prefill_worker_takes_what_another_computed(
         assert [shown(completion)] == answers_of(model, longer)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+async def test_a_worker_of_both_roles_takes_what_another_has(family: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    prompt, longer = question("first", ROOT[:200]), question("longer", ROOT[:300])
+    async with cluster_in_process(
+        model,
+        worker={},
+        num_workers=2,
+        worker_pp=2,
+        router=ROUTER | {"policy": "round_robin"},
+        **SETTINGS,
+    ) as client:
+        for request, known in ((prompt, 0), (longer, 192)):
+            completion = await ask(client, request)
+            assert completion.finish.usage.cached_tokens == known
+            assert [shown(completion)] == answers_of(model, request)
+            await asyncio.sleep(HEARD_S)
+
+
 @pytest.mark.parametrize("holder", ["decode", "prefill"])
 async def test_the_entries_of_a_draft_come_along(
     holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,10 +21,11 @@ from models.weights_digest import StageDigests
 from pool.pipeline.group import StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.session_reports import SessionReports
 from pool.request import router_call
 from pool.request.entry import DataRanks
-from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost
 from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan

@@ -44,6 +44,7 @@ async def cluster_in_process(
     prefill_partition: str = "",
     decode_partition: str = "",
     worker: Mapping[str, object] | None = None,
+    num_workers: int = 1,
     other_prefill: tuple[int, int] | None = None,
     prefill: Mapping[str, object] = MappingProxyType({}),
     decode: Mapping[str, object] = MappingProxyType({}),
@@ -55,7 +56,7 @@ async def cluster_in_process(
     """Yield a client of a serving cluster.
 
     `settings` are `WorkerConfig` fields for every stage; `prefill`, `decode` and `router` are those
-    of one role only. With `worker` one pool of both roles replaces those of one. `other_prefill` are
+    of one role only. With `worker`, `num_workers` pools of both roles replace those of one. `other_prefill` are
     the stages and ranks of each of a second prefill pool. `announced` is a folder where all announce
     themselves, as `decode-0.json` (role and rank). On leaving, all resources must have been
     released.
@@ -76,6 +77,7 @@ async def cluster_in_process(
                 pools.append((PrefillRole(), pp * tp, tp, "", prefill))
             if worker is not None:
                 pools = [(AggregatedRole(), worker_pp * worker_tp, worker_tp, "", worker)]
+                pools *= num_workers
             for role, size, tp, partition, own in pools:
                 pool = (RolesConfig if worker is not None else WorkerConfig).model_validate(
                     {
@@ -88,7 +90,7 @@ async def cluster_in_process(
                         "partition": partition,
                     }
                 )
-                number = len(leaders.get(role.name, ()))
+                number = len(leaders.get(next(iter(role.services)), ()))
                 leader = await _start_pool(role, pool, folder / str(number or ""), tasks, stop)
                 for service in role.services:
                     leaders.setdefault(service, []).append(leader)

@@ -22,10 +22,11 @@ from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.session_reports import SessionReports
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks
-from pool.request.handler import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost
 from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
