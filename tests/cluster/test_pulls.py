@@ -1,4 +1,5 @@
-"""Prefill workers die or freeze while others pull cached prompts from them."""
+"""Conversations whose turns are served by any workers; and prefill workers that die or freeze while
+others pull cached prompts from them."""
 
 import asyncio
 import os
@@ -8,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
+from tests.support.models.checkpoints import make_checkpoint
 
 PAGE = 16
 ROOT = random.Random(12).choices(range(3, 256), k=600)
@@ -81,3 +84,47 @@ async def test_a_holder_that_is_lost_costs_no_answer(
             await running.until_clean(timeout_s=90)
         assert all_shown(await ask(running, questions, "last")) == expected
         await running.until_clean(timeout_s=60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["prefix_cache", "round_robin"])
+async def test_a_turn_computes_what_is_new_whichever_workers_serve_it(
+    policy: str, tmp_path: Path
+) -> None:
+    """Eight turns of four conversations: each prompt is the one before it, its answer and some new
+    tokens. At most a page of what was there before is computed again."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    reference = Reference(model)
+    new_tokens, answer_tokens = 24, 16
+    flags = (*ROUTER[2:], "--policy", policy)
+    async with running_cluster(
+        model,
+        prefill=2,
+        decode=2,
+        worker_flags=("--page-size", str(PAGE)),
+        router_flags=flags,
+    ) as running:
+        histories = [ROOT[number * 100 : number * 100 + 100] for number in range(4)]
+        for turn in range(8):
+            questions = [
+                Request(
+                    f"{turn}-{number}",
+                    tuple(history),
+                    answer_tokens,
+                    SamplingParams(temperature=0.0),
+                    num_top_logprobs=0,
+                )
+                for number, history in enumerate(histories)
+            ]
+            answers = await ask(running, questions, "")
+            assert all_shown(answers) == on_the_wire(reference.answers(questions))
+            for number, answer in enumerate(answers):
+                usage = answer.finish.usage
+                if turn:
+                    # Of the last token of an answer there is no entry.
+                    num_new = new_tokens + 1 + PAGE
+                    assert usage.prompt_tokens - usage.cached_tokens <= num_new
+                begin = 7 * turn + number
+                histories[number] += [*answer.token_ids, *ROOT[begin : begin + new_tokens]]
+            await asyncio.sleep(0.5)  # the router hears of it
+        await running.until_clean()
