@@ -54,6 +54,8 @@ class StormConfig:
 
     def cluster(self, places: StormPlaces, settings: Path) -> ClusterConfig:
         draft = () if self.draft is None else ("--draft", str(self.draft))
+        # Workers in turn pull from each other most of their prompts.
+        policy = ("prefix_cache", "round_robin")[self.seed % 2]
         return ClusterConfig(
             model=self.model,
             prefill=2,
@@ -62,7 +64,7 @@ class StormConfig:
             routers=2,
             listen="127.0.0.1:0",
             worker_flags=(*WORKER_FLAGS, *draft),
-            router_flags=ROUTER_FLAGS,
+            router_flags=(*ROUTER_FLAGS, "--policy", policy),
             config_file=settings,
             stop_grace_s=5,
             places=places,
