@@ -37,6 +37,7 @@ from runtime.security.access import ChannelSecurity
 
 WORKER_SERVICE = "baton.v1.Worker"
 WRITES_S = 5.0  # seconds for writes to the disk cache after the last request
+PULLS_S = 5.0  # seconds for pulls under way after the last request
 REFRESH_S = 0.25  # seconds between two updates of the gauges
 
 
@@ -116,6 +117,8 @@ class LeaderServer:
             finally:
                 leader.drain()
                 await self._server.drain(grace_s=process.config.drain_s)
+                if self._puller is not None:
+                    await self._puller.reads.finish(PULLS_S)
                 if self._disk is not None:
                     await self._disk.finish(WRITES_S)
                 leader.stop()
@@ -250,7 +253,7 @@ class LeaderServer:
         load = worker_load(self._leader, self._board.load_of(role), self._meters, start_s)
         load.roles.extend(self._switch.active)
         load.roles_epoch = self._switch.epoch
-        load.pull_cost = 0.0 if self._puller is None else self._puller.cost
+        load.pull_cost = 0.0 if self._puller is None else self._puller.reads.cost
         if load.serving and (reason := self._switch.reason_against(role)):
             load.serving, load.reason = False, reason
         return load

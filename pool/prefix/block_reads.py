@@ -87,8 +87,8 @@ class BlockReads:
     """The reads of one kind of place. Belongs to the event loop's thread.
 
     `owner` owns the leases. `num_blocks` counts by event: `read`, `missing` and `slower`. `notify`:
-    the blocks are new to the other places. `least_s` returns the least seconds in which the pool
-    computes so many tokens; 0 if it is not known.
+    the blocks are new to the other places. `least_s`, called on the engine thread, returns the least
+    seconds in which the pool computes so many tokens; 0 if it is not known.
     """
 
     cache: PrefixCache
@@ -101,6 +101,8 @@ class BlockReads:
     # Reads under way, oldest first, by their first blocks; with the time at which each began.
     _reads: dict[bytes, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
     _block_s: float = 0.0  # mean seconds to read a block; 0 before the first
+    # Least seconds to compute a block, as of the latest read; written by the engine thread.
+    _computing_s: float = 0.0
     _num_slower: int = 0  # prompts for which computing seemed faster
 
     def __post_init__(self) -> None:
@@ -113,10 +115,19 @@ class BlockReads:
         began_s = next((began_s for _, began_s in self._reads.values()), None)
         return 0.0 if began_s is None else self._events.time() - began_s
 
-    def cost(self, block_tokens: int) -> float:
+    @property
+    def cost(self) -> float:
         """Return the time to read a block / to compute its tokens; 0 if it is not known."""
-        least_s = self.least_s(block_tokens)
-        return self._block_s / least_s if least_s else 0.0
+        return self._block_s / self._computing_s if self._computing_s else 0.0
+
+    def computing_s(self, num_blocks: int) -> float:
+        """Return the least seconds to compute so many blocks; 0 if it is not known."""
+        return num_blocks * self._computing_s
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait until all reads are over, but no longer than `timeout_s`."""
+        if self._reads:
+            await asyncio.wait([read for read, _ in self._reads.values()], timeout=timeout_s)
 
     async def bring(self, names: tuple[bytes, ...], source: BlockSource) -> None:
         """Bring blocks into the cache that only `source` has.
@@ -213,7 +224,10 @@ class BlockReads:
 
     def _is_faster(self, num_tokens: int, num_blocks: int) -> bool:
         least_s = self.least_s(num_tokens)
-        if not least_s or self._block_s * num_blocks <= least_s:
+        if not least_s:
+            return True
+        self._computing_s = least_s / num_blocks
+        if self._block_s * num_blocks <= least_s:
             return True
         self._num_slower += 1
         if self._num_slower % RETRY == 0:

@@ -8,7 +8,7 @@ A loan is a handoff without a request: the same terms, lanes and authenticators.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -99,8 +99,9 @@ class Lender(lending_pb2_grpc.LendingServicer):
             if loan is None:
                 yield pb.LendResponse(offered=pb.LoanOffered())
                 return
-            async for event in self._lend(loan, request_iterator):
-                yield event
+            async with aclosing(self._lend(loan, request_iterator)) as events:
+                async for event in events:
+                    yield event
         finally:
             self._num_open -= 1
 

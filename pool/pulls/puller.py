@@ -70,11 +70,6 @@ class Puller:
             notify=True,
         )
 
-    @property
-    def cost(self) -> float:
-        """Return the time to pull a token / to compute it; 0 before the first pull."""
-        return self.reads.cost(self.plan.geometry.page_size)
-
     async def bring(
         self, request: Request, names: tuple[bytes, ...], holder: types_pb2.BlockHolder
     ) -> None:
@@ -86,7 +81,7 @@ class Puller:
         if not names or self._is_avoided(holder.address):
             return
         num_missing = len(names) - self.cache.num_resumable(names)
-        wait_s = max(LEAST_WAIT_S, self.reads.least_s(num_missing * self.plan.geometry.page_size))
+        wait_s = max(LEAST_WAIT_S, self.reads.computing_s(num_missing))
         try:
             async with asyncio.timeout(wait_s):
                 await self.reads.bring(names, _HoldingPool(self, holder))

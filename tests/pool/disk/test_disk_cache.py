@@ -247,11 +247,15 @@ async def test_blocks_are_not_read_if_computing_them_is_faster() -> None:
     scene.stages.may_move.set()
     scene.stages.most = 1
     await scene.bring("abcdefgh")  # the first read shows how long a block takes
-    scene.disk.reads.least_s = lambda num_tokens: 1e-12
+    reads = scene.disk.reads
+    assert reads.cost == 0, "the time to compute a block is not known"
+    reads.least_s = lambda num_tokens: 1e-12
     for _ in range(15):
         await scene.bring("abcdefgh")
     assert len(scene.stages.moves) == 1
     assert scene.count("slower") == 15 * 7
+    assert reads.cost > 1
+    assert reads.computing_s(14) == pytest.approx(2e-12)
     await scene.bring("abcdefgh")
     assert len(scene.stages.moves) == 2, "from time to time it is tried again"
 
