@@ -200,19 +200,24 @@ class _BorrowedBlocks:
             await self.call.done_writing()
         finally:
             session.abort("its pull ended")  # no effect if everything has arrived
+            if session.state is ReceiveState.ABORTED or session.error is not None:
+                self.call.cancel()
             group.close_session(session.session_id)
             await puller.reclaimer.drained(session)
+            await asyncio.wait([watching], timeout=OFFER_S)  # the holder ends the call
             watching.cancel()
         return len(read.missing)
 
     async def _watch(self, session: ReceiveSession, changed: asyncio.Event) -> None:
-        """Fail the session if the holder ends the call with an error."""
+        """Fail the session if the holder ends the call before everything has arrived."""
+        reason: BatonError = PeerLostError("the holder has ended the loan")
         try:
             while isinstance(await self.call.read(), pb.LendResponse):
                 pass
         except grpc.aio.AioRpcError as error:
-            session.fail(error_from_rpc(error))
-            changed.set()
+            reason = error_from_rpc(error)
+        session.fail(reason)  # no effect if everything has arrived
+        changed.set()
 
 
 async def _until(session: ReceiveSession, changed: asyncio.Event, state: ReceiveState) -> None:

