@@ -1,4 +1,4 @@
-"""Open-loop load: arrivals do not depend on responses.
+"""Open-loop load: arrivals do not depend on responses, except for later turns of conversations.
 
     planned = plan(100, Arrivals(rate=4), shape, seed=0)
     outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of
@@ -18,8 +18,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, cast
 
 from baton.values import Event, Finish, ModelInfo, Query, Timings, Usage
 from runtime.errors import BatonError
@@ -51,6 +51,7 @@ class Outcome:
     lag_s: float = 0.0  # delay of sending
     prompt_tokens: int = 0  # of a finished request
     cached_tokens: int = 0  # prompt tokens reused from a cache
+    turn: int = 0  # of its conversation, from 0
 
     @property
     def tpot_s(self) -> float | None:
@@ -69,9 +70,35 @@ class Outcome:
         return self.token_times_s[-1] if self.token_times_s else None
 
     @property
+    def e2e_s_per_token(self) -> float | None:
+        return self.e2e_s / self.num_tokens if self.e2e_s is not None and self.num_tokens else None
+
+    @property
     def ended_s(self) -> float:
         """Return the end of the request, after the start."""
         return self.arrived_s + self.lag_s + (self.e2e_s or 0.0)
+
+
+@dataclass(frozen=True)
+class LoadConversation:
+    """Requests of one user, one after the other.
+
+    The prompt of a later turn is the one before it, its response, and the next of `new_token_ids`.
+    With later turns the prompt of `first` must be token ids.
+    """
+
+    first: Query
+    new_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_turns(self) -> int:
+        return 1 + len(self.new_token_ids)
+
+    def next_query(self, turn: int, before: Query, response: Sequence[int]) -> Query:
+        """Return the query of a later turn, from the one before it and its response."""
+        assert isinstance(before.prompt, tuple)
+        prompt = (*before.prompt, *response, *self.new_token_ids[turn - 1])
+        return replace(before, prompt=cast(tuple[int, ...], prompt))
 
 
 @dataclass(frozen=True)
@@ -164,6 +191,9 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
         **percentiles([o.tpot_s for o in done if o.tpot_s is not None], "tpot_s"),
         **percentiles([gap for o in done for gap in o.itl_s], "itl_s"),
         **percentiles([o.e2e_s for o in done if o.e2e_s is not None], "e2e_s"),
+        **percentiles(
+            [o.e2e_s_per_token for o in done if o.e2e_s_per_token is not None], "e2e_s_per_token"
+        ),
         **percentiles([t.prefill_s for t in timings if t.prefill_s is not None], "prefill_s"),
         **percentiles(
             [t.transfer_exposed_s for t in timings if t.transfer_exposed_s is not None],
@@ -177,6 +207,23 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
     }
 
 
+def by_turn(outcomes: Sequence[Outcome]) -> list[dict[str, float | None]]:
+    """Return the figures of each turn of the conversations, in order."""
+    figures = []
+    for turn in range(1 + max((outcome.turn for outcome in outcomes), default=-1)):
+        done = [each for each in outcomes if each.turn == turn and each.error is None]
+        figures.append(
+            {
+                "turn": turn + 1,
+                "requests": len(done),
+                "prompt_tokens": sum(outcome.prompt_tokens for outcome in done),
+                "cached_tokens": sum(outcome.cached_tokens for outcome in done),
+                **percentiles([o.ttft_s for o in done if o.ttft_s is not None], "ttft_s"),
+            }
+        )
+    return figures
+
+
 async def run_load(
     client: Endpoint,
     queries: Sequence[Query],
@@ -186,28 +233,71 @@ async def run_load(
     on_progress: Callable[[Progress], object] = lambda progress: None,
 ) -> list[Outcome]:
     """Send each query at its time and wait for all of them."""
+    return await run_conversations(
+        client,
+        [LoadConversation(query) for query in queries],
+        arrivals_s,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+    )
+
+
+async def run_conversations(
+    client: Endpoint,
+    conversations: Sequence[LoadConversation],
+    arrivals_s: Sequence[float],
+    *,
+    pause_s: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
+    on_progress: Callable[[Progress], object] = lambda progress: None,
+) -> list[Outcome]:
+    """Begin each conversation at its time, and wait for all of them.
+
+    A later turn is sent `pause_s` after the response before it. A conversation ends with a failed
+    turn. Return the outcomes of all turns that were sent, by conversation.
+    """
     start = time.monotonic()
-    progress = Progress(len(queries))
+    progress = Progress(sum(conversation.num_turns for conversation in conversations))
 
-    async def at(arrival_s: float, query: Query) -> Outcome:
-        await asyncio.sleep(max(start + arrival_s - time.monotonic(), 0.0))
-        progress.num_sent += 1
-        outcome = await _measure(client, query, timeout_s, arrival_s, start)
-        progress.num_done += outcome.error is None
-        progress.num_failed += outcome.error is not None
-        progress.num_tokens += outcome.num_tokens
-        on_progress(progress)
-        return outcome
+    async def hold(arrival_s: float, conversation: LoadConversation) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        query = conversation.first
+        for turn in range(conversation.num_turns):
+            await asyncio.sleep(max(start + arrival_s - time.monotonic(), 0.0))
+            progress.num_sent += 1
+            response: list[int] = []
+            outcome = replace(
+                await _measure(client, query, timeout_s, arrival_s, start, response), turn=turn
+            )
+            outcomes.append(outcome)
+            progress.num_done += outcome.error is None
+            progress.num_failed += outcome.error is not None
+            progress.num_tokens += outcome.num_tokens
+            if outcome.error is not None:
+                progress.num_total -= conversation.num_turns - turn - 1
+                on_progress(progress)
+                break
+            on_progress(progress)
+            if turn + 1 < conversation.num_turns:
+                query = conversation.next_query(turn + 1, query, response)
+                arrival_s = time.monotonic() - start + pause_s
+        return outcomes
 
-    return list(await asyncio.gather(*map(at, arrivals_s, queries)))
+    every = await asyncio.gather(*map(hold, arrivals_s, conversations))
+    return [outcome for outcomes in every for outcome in outcomes]
 
 
 async def _measure(
-    client: Endpoint, query: Query, timeout_s: float, arrival_s: float, start: float
+    client: Endpoint,
+    query: Query,
+    timeout_s: float,
+    arrival_s: float,
+    start: float,
+    response: list[int],
 ) -> Outcome:
+    """Send a query; append the tokens of its response to `response`."""
     sent = time.monotonic()
     times: list[float] = []
-    num_tokens = 0
     timings = None
     error = None
     usage = Usage(0, 0)
@@ -218,13 +308,13 @@ async def _measure(
                 usage = event.usage
             elif event.token_ids:
                 times.append(time.monotonic() - sent)
-                num_tokens += len(event.token_ids)
+                response += event.token_ids
     except BatonError as failure:
         error = failure.reason
     return Outcome(
         times[0] if times else None,
         tuple(times),
-        num_tokens,
+        len(response),
         timings,
         error,
         arrival_s,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,13 +16,34 @@ from rich.table import Table
 
 from baton import load_plot
 from baton.client import AsyncBatonClient
-from baton.load import Endpoint, Outcome, Slo, errors_of, run_load, summarize
+from baton.load import (
+    Endpoint,
+    LoadConversation,
+    Outcome,
+    Slo,
+    by_turn,
+    errors_of,
+    run_conversations,
+    run_load,
+    summarize,
+)
 from baton.load import Progress as RunProgress
 from baton.retry import DEFAULT_RETRY, NO_RETRY
 from baton.traces import Trace, read_trace
-from baton.values import ModelInfo
+from baton.values import ModelInfo, Query
 from baton.vllm_client import AsyncVllmEngineClient
-from baton.workload import Arrivals, Planned, Shape, TooLong, changes, fitted, make_queries, plan
+from baton.workload import (
+    Arrivals,
+    Planned,
+    Shape,
+    TooLong,
+    TurnShape,
+    changes,
+    fitted,
+    make_queries,
+    ordinary_tokens,
+    plan,
+)
 from runtime.errors import ConfigError
 from runtime.security.access import ChannelSecurity
 
@@ -32,6 +54,7 @@ _ROWS = {
     "time per output token": "tpot_s",
     "gap between messages": "itl_s",
     "whole request": "e2e_s",
+    "whole request, per output token": "e2e_s_per_token",
     "prefill": "prefill_s",
     "KV transfer not overlapped": "handoff_exposed_s",
 }
@@ -63,9 +86,16 @@ class LoadSpec:
     timeout_s: float = 60.0
     picture: Path | None = None
     too_long: TooLong = TooLong.REFUSE
+    turns: TurnShape | None = None  # of each request, which begins a conversation; None: of none
 
     def load(self) -> Trace:
-        """Return the requests to send, or raise ConfigError for an unusable trace."""
+        """Return the requests to send.
+
+        Raises:
+            ConfigError: the trace is unusable, or is given with turns.
+        """
+        if self.trace is not None and self.turns is not None:
+            raise ConfigError("turns is for sampled requests, not for a trace", field="turns")
         if self.trace is not None:
             return read_trace(self.trace, speed=self.speed, limit=self.count)
         return Trace(
@@ -102,16 +132,18 @@ async def measure(
     info = await client.model_info()
     fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
     planned = fitting.planned
+    queries = make_queries(info, planned, seed=spec.seed)
+    conversations = _conversations(info, queries, planned, spec)
     if spec.warm_up:
         console.print(f"warming up with {spec.warm_up} requests", style="dim")
         await _warm_up(client, info, spec, planned)
-    queries = make_queries(info, planned, seed=spec.seed)
-    with _bar(console, len(queries)) as show:
+    with _bar(console, len(queries) * (spec.turns.count if spec.turns else 1)) as show:
         started = time.monotonic()
-        outcomes = await run_load(
+        outcomes = await run_conversations(
             client,
-            queries,
+            conversations,
             [item.at_s for item in planned],
+            pause_s=spec.turns.pause_s if spec.turns else 0.0,
             timeout_s=spec.timeout_s,
             on_progress=show,
         )
@@ -128,7 +160,27 @@ async def measure(
         "requests_skipped": fitting.num_skipped,
         "requests_unanswered_in_trace": trace.num_unanswered,
         "max_context_tokens": info.max_context_tokens,
+        "by_turn": by_turn(outcomes),
     }, outcomes
+
+
+def _conversations(
+    info: ModelInfo, queries: Sequence[Query], planned: Sequence[Planned], spec: LoadSpec
+) -> list[LoadConversation]:
+    """Return the conversations that begin with these queries.
+
+    Raises:
+        ConfigError: one is longer than the context.
+    """
+    if spec.turns is None:
+        return [LoadConversation(query) for query in queries]
+    ordinary = ordinary_tokens(info)
+    rng = random.Random(f"new tokens {spec.seed}")
+    drawn = spec.turns.draw(planned, info.max_context_tokens, seed=spec.seed)
+    return [
+        LoadConversation(query, tuple(tuple(rng.choices(ordinary, k=count)) for count in counts))
+        for query, counts in zip(queries, drawn, strict=True)
+    ]
 
 
 async def _warm_up(
@@ -157,7 +209,12 @@ class _Bar:
 
     def __call__(self, run: RunProgress) -> None:
         note = f"{run.num_open} open, {run.num_failed} failed, {run.num_tokens} tokens"
-        self._progress.update(self._task, completed=run.num_done + run.num_failed, note=note)
+        self._progress.update(
+            self._task,
+            total=run.num_total,
+            completed=run.num_done + run.num_failed,
+            note=note,
+        )
 
 
 @contextmanager
@@ -191,7 +248,27 @@ def report(figures: dict[str, object]) -> Sequence[Table | str]:
         _goodput(figures),
         *_notes(figures),
     ]
-    return (table, *lines)
+    return (table, *_turns(figures), *lines)
+
+
+def _turns(figures: dict[str, object]) -> Iterator[Table]:
+    """Yield the table of the turns, if there are several."""
+    turns = cast(Sequence[Mapping[str, float | None]], figures["by_turn"])
+    if len(turns) < 2:
+        return
+    table = Table(title="by turn", title_justify="left", pad_edge=False)
+    for heading in ("turn", "requests", "prompt tokens", "cached", "TTFT p50, ms", "p90"):
+        table.add_column(heading, justify="right")
+    for turn in turns:
+        prompts = turn["prompt_tokens"] or 0
+        share = f"{(turn['cached_tokens'] or 0) / max(prompts, 1):.1%}"
+        ttfts = (turn["ttft_s_p50"], turn["ttft_s_p90"])
+        table.add_row(
+            *(str(turn[name]) for name in ("turn", "requests", "prompt_tokens")),
+            share,
+            *("-" if value is None else f"{value * 1e3:.1f}" for value in ttfts),
+        )
+    yield table
 
 
 def _notes(figures: Mapping[str, object]) -> Iterator[str]:

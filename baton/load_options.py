@@ -11,7 +11,7 @@ from baton.connection import ConnectionFlags, TlsCa, TlsCert, TlsKey, TlsName, T
 from baton.finite import finite
 from baton.load import Slo
 from baton.load_command import DEFAULT_COUNT, Api, LoadSpec
-from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
+from baton.workload import Arrivals, Lengths, Process, Shape, TooLong, TurnShape
 from runtime.config import MAX_WAIT_S
 
 _LENGTH_HELP = "Prompt lengths: 192, uniform:96-288, normal:192,48 or exponential:192."
@@ -37,6 +37,23 @@ class LoadOptions(CommandOptions):
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288"
     output_tokens: Annotated[str, typer.Option(help="Output lengths, in the same form.")] = "32"
+    turns: Annotated[
+        int,
+        typer.Option(min=1, max=10_000, help="Turns of the conversation that each request begins."),
+    ] = 1
+    turn_tokens: Annotated[
+        str,
+        typer.Option(help="Tokens that each later turn adds to the response, in the same form."),
+    ] = "uniform:16-64"
+    pause: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=MAX_WAIT_S,
+            callback=finite,
+            help="Seconds from a response to the next turn.",
+        ),
+    ] = 1.0
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -124,4 +141,9 @@ class LoadOptions(CommandOptions):
             timeout_s=self.timeout,
             picture=self.plot,
             too_long=self.too_long,
+            turns=TurnShape(
+                self.turns, Lengths.parse(self.turn_tokens, field="turn_tokens"), self.pause
+            )
+            if self.turns > 1
+            else None,
         )

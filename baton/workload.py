@@ -122,6 +122,41 @@ class Shape:
     output: Lengths
 
 
+@dataclass(frozen=True)
+class TurnShape:
+    """Conversations of `count` turns.
+
+    Each later turn adds the response before it and `new` tokens to the prompt, `pause_s` after that
+    response.
+    """
+
+    count: int
+    new: Lengths
+    pause_s: float = 0.0
+
+    def draw(
+        self, planned: Sequence[Planned], max_context_tokens: int, *, seed: int
+    ) -> list[tuple[int, ...]]:
+        """Return the numbers of new tokens of the later turns of each conversation.
+
+        Raises:
+            ConfigError: a conversation is longer than the context.
+        """
+        rng = random.Random(f"turns {seed}")
+        drawn = [tuple(self.new.draw(rng) for _ in range(self.count - 1)) for _ in planned]
+        longest = max(
+            item.prompt_tokens + self.count * item.output_tokens + sum(new)
+            for item, new in zip(planned, drawn, strict=True)
+        )
+        if longest > max_context_tokens:
+            raise ConfigError(
+                f"the longest conversation of {self.count} turns has {longest} tokens, the context "
+                f"{max_context_tokens}: fewer --turns, or shorter --turn-tokens or --output-tokens",
+                field="turns",
+            )
+        return drawn
+
+
 def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Planned]:
     """Return the requests of a load; the same seed gives the same requests at the same times."""
     rng = random.Random(seed)
@@ -224,13 +259,18 @@ def _cut(item: Planned, max_context_tokens: int) -> Planned:
     )
 
 
+def ordinary_tokens(info: ModelInfo) -> list[int]:
+    """Return the ids that end no response."""
+    return [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
+
+
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:
     """Return queries with prompts of random ordinary tokens, for any model.
 
     Each response has exactly its tokens. A block of a trace always has the same tokens.
     """
     rng = random.Random(seed)
-    ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
+    ordinary = ordinary_tokens(info)
     queries = []
     for index, item in enumerate(planned):
         shared = [

@@ -1,10 +1,27 @@
 import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.load import Outcome, Progress, Slo, errors_of, goodput, percentiles, run_load, summarize
-from baton.values import Query, Timings
+from baton.load import (
+    Endpoint,
+    LoadConversation,
+    Outcome,
+    Progress,
+    Slo,
+    by_turn,
+    errors_of,
+    goodput,
+    percentiles,
+    run_conversations,
+    run_load,
+    summarize,
+)
+from baton.values import Chunk, Event, Query, Timings, Usage
+from runtime.errors import UnavailableError
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 
@@ -75,3 +92,49 @@ def test_summary_of_one_good_and_one_failed_request() -> None:
     assert values["itl_s_p50"] == pytest.approx(0.2)
     assert (values["handoff_exposed_s_mean"], values["prefill_s_mean"]) == (0.02, 0.08)
     assert (values["goodput_per_s"], values["slo_attainment"]) == (0.5, 0.5)
+
+
+def test_figures_of_turns_by_hand() -> None:
+    """A failed turn counts in none, and a turn that no conversation reached is not there."""
+    outcomes = [
+        replace(outcome(0.2), turn=0, prompt_tokens=10),
+        replace(outcome(0.4), turn=0, prompt_tokens=30),
+        replace(outcome(0.1), turn=1, prompt_tokens=20, cached_tokens=15),
+        replace(outcome(error="UNAVAILABLE"), turn=1),
+    ]
+    first, second = by_turn(outcomes)
+    assert (first["turn"], first["requests"], first["prompt_tokens"]) == (1, 2, 40)
+    assert first["ttft_s_p50"] == pytest.approx(0.3)
+    assert (second["requests"], second["cached_tokens"], second["ttft_s_p90"]) == (1, 15, 0.1)
+    assert by_turn([]) == []
+
+
+async def test_a_failed_turn_ends_its_conversation() -> None:
+    class Failing:
+        def __init__(self) -> None:
+            self.prompts: list[object] = []
+
+        async def generate(
+            self, query: Query, *, timeout_s: float | None = None
+        ) -> AsyncGenerator[Event, None]:
+            self.prompts.append(query.prompt)
+            if query.prompt == (1, 5, 6, 2):
+                raise UnavailableError("gone")
+            yield Chunk("r", (5, 6), "", (), Usage(1, 2))
+
+    client = Failing()
+    progress: list[tuple[int, int]] = []
+    outcomes = await run_conversations(
+        cast(Endpoint, client),
+        [LoadConversation(Query((1,)), ((2,), (3,))), LoadConversation(Query((7,)), ((8,),))],
+        [0.0, 0.0],
+        on_progress=lambda seen: progress.append((seen.num_total, seen.num_done + seen.num_failed)),
+    )
+    assert [(each.turn, each.error) for each in outcomes] == [
+        (0, None),
+        (1, "UNAVAILABLE"),
+        (0, None),
+        (1, None),
+    ]
+    assert set(client.prompts) == {(1,), (1, 5, 6, 2), (7,), (7, 5, 6, 8)}
+    assert progress[-1] == (4, 4)

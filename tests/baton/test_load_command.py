@@ -240,3 +240,44 @@ def test_numbers_that_make_no_sense_are_refused(flag: str, value: str) -> None:
     done = CliRunner().invoke(app, ["load", flag, value])
     assert done.exit_code == 2
     assert f"Invalid value for '{flag}'" in done.stderr
+
+
+async def test_turns_of_a_conversation_continue_the_response_before_them() -> None:
+    async with engine() as (scripted, address):
+        code, out, err = await baton_load(
+            *("--api", "vllm", "--target", address, "--requests", "2", "--warm-up", "0"),
+            *("--prompt-tokens", "4", "--output-tokens", "3", "--turns", "3", "--turn-tokens", "2"),
+            *("--pause", "0.2", "--rate", "1000", "--seed", "1", "--json"),
+        )
+    assert code == 0, err
+    prompts = sorted((tuple(each.tokenized.input_ids) for each in scripted.requests), key=len)
+    assert [len(prompt) for prompt in prompts] == [4, 4, 9, 9, 14, 14]
+    for prompt in prompts[2:]:
+        before = next(
+            each for each in prompts if len(each) == len(prompt) - 5 and prompt[:4] == each[:4]
+        )
+        first = before[0]
+        assert prompt[:-2] == (*before, first, first + 1, first + 2)
+    figures = json.loads(out)
+    assert (figures["requests"], figures["failed"]) == (6, 0)
+    assert [turn["requests"] for turn in figures["by_turn"]] == [2, 2, 2]
+    assert figures["duration_s"] >= 0.4, "two pauses of 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--turns", "3", "--trace", "x.jsonl"), "turns is for sampled requests, not for a trace"),
+        (("--turns", "9", "--prompt-tokens", "4", "--turn-tokens", "2"), "fewer --turns"),
+        (("--turns", "2", "--turn-tokens", "many"), "turn_tokens must be like"),
+        (("--turns", "0"), "greater than or equal to 1"),
+    ],
+)
+async def test_impossible_conversations_are_refused(flags: tuple[str, ...], reason: str) -> None:
+    async with engine() as (scripted, address):
+        code, _, err = await baton_load(
+            *("--api", "vllm", "--target", address, "--output-tokens", "6", *flags)
+        )
+    assert code != 0
+    assert reason in " ".join(err.replace("│", " ").split())
+    assert scripted.requests == []

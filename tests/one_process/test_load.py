@@ -1,12 +1,15 @@
 """`baton load`'s two clients against one router: the same load gives the same tokens through either
-service."""
+service; and its conversations."""
 
 from pathlib import Path
 
-from baton.load import Endpoint, run_load
+import torch
+
+from baton.load import Endpoint, LoadConversation, by_turn, run_conversations, run_load
 from baton.vllm_client import AsyncVllmEngineClient
 from baton.workload import Planned, make_queries
 from tests.support.cluster.one_process import cluster_in_process
+from tests.support.models.checkpoints import make_checkpoint
 
 
 async def test_both_services_take_the_same_load(checkpoint: Path) -> None:
@@ -24,3 +27,27 @@ async def test_both_services_take_the_same_load(checkpoint: Path) -> None:
                 one, make_queries(info, planned, seed=1), [item.at_s for item in planned]
             )
             assert [(outcome.error, outcome.num_tokens) for outcome in outcomes] == [(None, 5)] * 6
+
+
+async def test_later_turns_find_the_conversation_in_the_caches(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.float32)
+    page = 16
+    async with cluster_in_process(
+        model,
+        page_size=page,
+        chunk_tokens=64,
+        router={"pull_tokens": 1, "watch_interval_s": 0.05},
+    ) as client:
+        info = await client.model_info()
+        queries = make_queries(info, [Planned(0.0, 100, 12)] * 3, seed=1)
+        new = tuple((4,) * 20 for _ in range(3))
+        outcomes = await run_conversations(
+            client, [LoadConversation(query, new) for query in queries], [0.0] * 3, pause_s=0.5
+        )
+    assert [outcome.error for outcome in outcomes] == [None] * 12
+    first, *later = by_turn(outcomes)
+    assert (first["prompt_tokens"], first["cached_tokens"]) == (300, 0)
+    for number, turn in enumerate(later, 1):
+        assert turn["prompt_tokens"] == 3 * (100 + 32 * number)
+        num_computed = (turn["prompt_tokens"] or 0) - (turn["cached_tokens"] or 0)
+        assert num_computed <= 3 * (20 + 1 + page)
