@@ -201,7 +201,7 @@ class LenderInTheMiddle(lending_pb2_grpc.LendingServicer):
 
 @asynccontextmanager
 async def in_the_middle(true_address: str) -> AsyncIterator[tuple[LenderInTheMiddle, str]]:
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])  # as Baton's own
     lender = LenderInTheMiddle(true_address)
     lending_pb2_grpc.add_LendingServicer_to_server(lender, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -258,3 +258,45 @@ async def test_a_lender_that_lies_changes_no_answer(
         monkeypatch.setattr(BlockHolders, "best", lambda *given: holder)
         await flush(tmp_path / "prefill-0.json")
         assert await ask(client, 1000, "0") == (right, 192)
+
+
+async def test_what_is_lent_is_not_given_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between offer and sending, the lender's cache is emptied, and another prompt takes its free
+    pages."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    (right,) = on_the_wire(Reference(model).answers([question(0)]))
+    other = replace(as_query(question(1)), prompt=tuple(reversed(PROMPT)))
+    async with cluster_in_process(
+        model,
+        announced=tmp_path,
+        page_size=PAGE,
+        chunk_tokens=64,
+        decode={"num_pages": 44},
+        router={"pull_tokens": 1},
+    ) as client:
+        decode = leader_address(tmp_path / "decode-0.json")
+
+        async def forgets_and_serves_another(loan: Loan) -> None:
+            await loan.offer()
+            message = await loan.destination()
+            await flush(tmp_path / "decode-0.json")
+            monkeypatch.setattr(BlockHolders, "best", lambda *given: None)
+            await client.complete(other, timeout_s=60)
+            await loan.true.write(message)
+            answer = await loan.true.read()
+            assert isinstance(answer, pb.LendResponse)
+            await loan.context.write(answer)
+            assert await anext(loan.requests, None) is None
+
+        async with in_the_middle(decode) as (lender, address):
+            lender.attack = forgets_and_serves_another
+            monkeypatch.setattr(BlockHolders, "best", lambda *given: None)
+            assert await ask(client, 0, "") == (right, 0)
+            await flush(tmp_path / "prefill-0.json")
+            holder = SimpleNamespace(address=address, role=WorkerRole.DECODE)
+            monkeypatch.setattr(BlockHolders, "best", lambda *given: holder)
+            monkeypatch.setattr(puller, "LEAST_WAIT_S", 30.0)
+            assert await ask(client, 2, "") == (right, 192)
+            assert lender.num_asked == 1
