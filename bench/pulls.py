@@ -32,8 +32,7 @@ from bench.pool_metrics import Figures, port_of, scrape
 from bench.report import OtherLoad, Value
 from engine.memory.layout import bytes_per_page
 from models.loader import read_model
-from protos import worker_pb2, worker_pb2_grpc
-from runtime.rpc.client import open_channel
+from tests.support.cluster.leaders import flush_at
 
 BARS = {"pulled_ttft_ratio": (0.0, 0.35), "handoff_ratio": (0.95, math.inf)}
 REPORTED_S = 1.0  # until the router has heard what the workers have cached
@@ -104,9 +103,7 @@ def _handoff_gbps(transport: str) -> float:
 
 async def _flush(cluster: LocalCluster, name: str) -> None:
     """Empty the prefix cache of one worker."""
-    announcement = await cluster.processes[name].announced(timeout_s=10)
-    async with open_channel(announcement.address) as channel:
-        await worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest())
+    await flush_at((await cluster.processes[name].announced(timeout_s=10)).address)
 
 
 def main() -> int:

@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.errors import PeerLostError
+from runtime.errors import HandoffError, PeerLostError
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession
+from transfer.session_states import ReceiveState, SendState
 
 TransferSession = ReceiveSession | SendSession
 
@@ -108,3 +109,24 @@ class SessionReports:
         for session_id, epoch in list(self._watched):
             if session_id == session.session_id and epoch < session.epoch:
                 self.forget(session_id, epoch)
+
+
+async def until_state(
+    session: TransferSession, changed: asyncio.Event, state: ReceiveState | SendState
+) -> None:
+    """Wait until a session is in this state. `changed` is set after each of its reports.
+
+    Raises:
+        BatonError: it failed, or one of its states took too long.
+    """
+    while session.state is not state:
+        if session.error is not None:
+            raise session.error
+        try:
+            async with asyncio.timeout(session.remaining_s()):
+                await changed.wait()
+        except TimeoutError:
+            raise HandoffError(
+                f"session {session.session_id} was {session.state} for too long"
+            ) from None
+        changed.clear()

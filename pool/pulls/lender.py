@@ -17,6 +17,7 @@ from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import PageLease, SlotLease
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.pipeline.session_reports import until_state
 from pool.prefix.cache import PrefixCache
 from pool.stage.plan import StagePlan
 from protos import lending_pb2 as pb
@@ -25,8 +26,8 @@ from runtime.clock import SystemClock
 from runtime.digests import NAME_BYTES, split_names
 from runtime.errors import (
     CapacityError,
+    DeadlineError,
     FieldViolation,
-    HandoffError,
     InvalidRequestError,
     UnavailableError,
 )
@@ -35,7 +36,7 @@ from runtime.rpc.read_limits import first_message
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import SourceTerms
-from transfer.session import SendSession
+from transfer.session import SendSession, SessionTimeouts
 from transfer.session_states import SendState
 
 MAX_LOANS = 16  # at a time; each holds pages that the cache could otherwise evict
@@ -114,7 +115,9 @@ class Lender(lending_pb2_grpc.LendingServicer):
         try:
             source = self._terms(loan)
             yield pb.LendResponse(offered=pb.LoanOffered(terms=codec.source_to_proto(source)))
-            message = await first_message(requests, MESSAGE_S)
+            message = await _next(requests)
+            if message is None:
+                return  # the borrower computes the tokens instead
             destination = codec.destination_from_proto(message.destination)
             check_plan(source, destination, self._plan.geometry.specs)
             session = SendSession(
@@ -122,17 +125,17 @@ class Lender(lending_pb2_grpc.LendingServicer):
                 epoch=destination.epoch,
                 clock=SystemClock(),
                 num_stages=group.session_size,
+                timeouts=SessionTimeouts(move_s=LOAN_S),
             )
             session.computed()
             group.send_cached(source, destination, session, changed.set, loan.data_rank)
-            await _until_sent(session, changed)
+            await until_state(session, changed, SendState.SENT)
             self._metrics.lent.inc(
                 len(source.page_ids) - destination.held_tokens // source.page_size
             )
             yield pb.LendResponse(sent=pb.LoanSent(num_bytes=session.num_bytes))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(MESSAGE_S):
-                    await anext(requests, None)
+            with suppress(DeadlineError):
+                await _next(requests)
         finally:
             self._release(loan, session)
 
@@ -177,21 +180,17 @@ class Lender(lending_pb2_grpc.LendingServicer):
         )
 
 
-async def _until_sent(session: SendSession, changed: asyncio.Event) -> None:
-    """Wait until every stage has sent everything.
+async def _next(requests: AsyncIterator[pb.LendRequest]) -> pb.LendRequest | None:
+    """Return the next message of the borrower, or None if it has ended the call.
 
     Raises:
-        BatonError: a stage failed, or was too slow.
+        DeadlineError: it is silent for too long.
     """
     try:
-        async with asyncio.timeout(LOAN_S):
-            while session.state is not SendState.SENT:
-                if session.error is not None:
-                    raise session.error
-                await changed.wait()
-                changed.clear()
+        async with asyncio.timeout(MESSAGE_S):
+            return await anext(requests, None)
     except TimeoutError:
-        raise HandoffError(f"the blocks were not sent within {LOAN_S:g} s") from None
+        raise DeadlineError(f"the borrower was silent for {MESSAGE_S:g} s") from None
 
 
 def _names_in(message: pb.LendRequest, most: int) -> tuple[bytes, ...]:

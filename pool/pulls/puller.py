@@ -17,6 +17,7 @@ import grpc
 from engine.core.request import Request
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.pipeline.session_reports import until_state
 from pool.prefix.block_reads import BlockRead, BlockReads
 from pool.prefix.cache import PrefixCache
 from pool.stage.plan import StagePlan
@@ -191,16 +192,16 @@ class _BorrowedBlocks:
         group.open_receive(source, destination, session, changed.set)
         watching = asyncio.create_task(self._watch(session, changed))
         try:
-            await _until(session, changed, ReceiveState.RECEIVING)
+            await until_state(session, changed, ReceiveState.RECEIVING)
             await self.call.write(
                 pb.LendRequest(destination=codec.destination_to_proto(destination))
             )
-            await _until(session, changed, ReceiveState.COMPLETE)
+            await until_state(session, changed, ReceiveState.COMPLETE)
             session.commit()
             await self.call.done_writing()
         finally:
             session.abort("its pull ended")  # no effect if everything has arrived
-            if session.state is ReceiveState.ABORTED or session.error is not None:
+            if session.error is not None:
                 self.call.cancel()
             group.close_session(session.session_id)
             await puller.reclaimer.drained(session)
@@ -218,23 +219,6 @@ class _BorrowedBlocks:
             reason = error_from_rpc(error)
         session.fail(reason)  # no effect if everything has arrived
         changed.set()
-
-
-async def _until(session: ReceiveSession, changed: asyncio.Event, state: ReceiveState) -> None:
-    """Wait until a session is in this state.
-
-    Raises:
-        BatonError: it failed, or took too long.
-    """
-    while session.state is not state:
-        if session.error is not None:
-            raise session.error
-        try:
-            async with asyncio.timeout(session.remaining_s()):
-                await changed.wait()
-        except TimeoutError:
-            raise HandoffError(f"the blocks of a holder have not left {session.state}") from None
-        changed.clear()
 
 
 def _reason(error: BaseException) -> BatonError:

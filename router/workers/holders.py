@@ -12,50 +12,22 @@ UNSEEN_PULL_COST = 0.5  # of a worker that has not pulled yet
 
 Cached = Mapping[str, int]
 """The cached tokens of a prompt by address."""
+RankedHolders = Sequence[tuple[int, WorkerRole, str]]
+"""Workers with cached tokens of a prompt: their number, role and address, most first."""
 
 
 @dataclass(frozen=True)
 class BlockHolders:
-    """The workers with cached blocks of prompts.
-
-    Those of prefill workers and of groups of decode pools are given apart.
-    """
+    """The workers with cached blocks of prompts."""
 
     workers: WorkerSet
     least_tokens: int  # that a pull must save
 
-    def best(
-        self, cached: Cached, in_pools: Sequence[Cached], source: Worker, num_cached: int
-    ) -> Worker | None:
-        """Return the worker with most of a prompt, or None if a pull from it saves too little.
+    def ranked(self, cached: Cached, in_pools: Sequence[Cached]) -> RankedHolders:
+        """Return the workers with enough of a prompt to pull it, those with most first.
 
-        The prefill worker `source` has `num_cached` of the prompt's tokens.
+        Those of prefill workers and of groups of decode pools are given apart.
         """
-        found = self._best(self._ranked(cached, in_pools), source, num_cached)
-        return None if found is None else found[1]
-
-    def weighed(
-        self, context: PolicyContext, in_pools: Sequence[Cached], sources: Sequence[Worker]
-    ) -> PolicyContext:
-        """Return the context for a choice among prefill workers, with what each could pull.
-
-        A pulled token counts as cached, less the share of its computing time that a pull takes.
-        """
-        ranked = self._ranked(context.num_cached, in_pools)
-        if not ranked:
-            return context
-        num_cached = dict(context.num_cached)
-        for source in sources:
-            own = num_cached.get(source.address, 0)
-            if (found := self._best(ranked, source, own)) is not None:
-                cost = source.load.pull_cost or UNSEEN_PULL_COST
-                num_cached[source.address] = own + round((found[0] - own) * max(0.0, 1 - cost))
-        return replace(context, num_cached=num_cached)
-
-    def _ranked(
-        self, cached: Cached, in_pools: Sequence[Cached]
-    ) -> list[tuple[int, WorkerRole, str]]:
-        """Return the workers with enough of a prompt, those with most first."""
         every = [(WorkerRole.PREFILL, cached), *((WorkerRole.DECODE, each) for each in in_pools)]
         return sorted(
             (
@@ -67,9 +39,32 @@ class BlockHolders:
             reverse=True,
         )
 
-    def _best(
-        self, ranked: Sequence[tuple[int, WorkerRole, str]], source: Worker, own: int
-    ) -> tuple[int, Worker] | None:
+    def best(self, ranked: RankedHolders, source: Worker, num_cached: int) -> Worker | None:
+        """Return the worker with most of a prompt, or None if a pull from it saves too little.
+
+        The prefill worker `source` has `num_cached` of the prompt's tokens.
+        """
+        found = self._best(ranked, source, num_cached)
+        return None if found is None else found[1]
+
+    def weighed(
+        self, context: PolicyContext, ranked: RankedHolders, sources: Sequence[Worker]
+    ) -> PolicyContext:
+        """Return the context for a choice among prefill workers, with what each could pull.
+
+        A pulled token counts as cached, less the share of its computing time that a pull takes.
+        """
+        if not ranked:
+            return context
+        num_cached = dict(context.num_cached)
+        for source in sources:
+            own = num_cached.get(source.address, 0)
+            if (found := self._best(ranked, source, own)) is not None:
+                cost = source.load.pull_cost or UNSEEN_PULL_COST
+                num_cached[source.address] = own + round((found[0] - own) * max(0.0, 1 - cost))
+        return replace(context, num_cached=num_cached)
+
+    def _best(self, ranked: RankedHolders, source: Worker, own: int) -> tuple[int, Worker] | None:
         """Return the first worker that lends to `source`, with its count, if that saves enough."""
         for count, role, address in ranked:
             if count - own < self.least_tokens:

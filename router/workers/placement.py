@@ -15,7 +15,7 @@ from typing import NamedTuple
 from router.workers.adapters import has_adapter, with_adapter_loaded
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
-from router.workers.holders import BlockHolders
+from router.workers.holders import BlockHolders, RankedHolders
 from router.workers.links import FailedLinks, Linked, linked
 from router.workers.packing import decode_place, weighed_sources
 from router.workers.placement_request import PlacementRequest, WorkerPair
@@ -252,14 +252,13 @@ class WorkerPlacement:
                 )
                 for group in groups
             ]
-            # A shorter prompt has nothing to pull.
-            pulls = num_tokens > self._holders.least_tokens > 0
-            in_pools = [each.context.num_cached for each in candidates]
-            chosen = choose_pair(
-                self._policies[WorkerRole.PREFILL],
-                candidates,
-                self._holders.weighed(context, in_pools, every_source) if pulls else context,
-            )
+            holders: RankedHolders = ()
+            weighed = context
+            if num_tokens > self._holders.least_tokens > 0:  # else there is nothing to pull
+                in_pools = [each.context.num_cached for each in candidates]
+                holders = self._holders.ranked(context.num_cached, in_pools)
+                weighed = self._holders.weighed(context, holders, every_source)
+            chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, weighed)
         sources, pools = groups[chosen.group]
         source = _named(sources, chosen.source, context)
         of_pools = candidates[chosen.group].context
@@ -273,10 +272,9 @@ class WorkerPlacement:
         self.placed[place.kind, place.why] += 1
         pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
         pair = WorkerPair(self._book(source, request), self._book(pool, request))
-        if pulls:
-            holder = self._holders.best(context.num_cached, in_pools, *source)
-            pair.prefill.holder = holder
-            pair.decode.holder = holder if pair.is_aggregated else None
+        if holders:
+            pair.prefill.holder = self._holders.best(holders, *source)
+            pair.decode.holder = pair.prefill.holder if pair.is_aggregated else None
         return pair
 
     def _book(self, chosen: _Chosen, request: PlacementRequest) -> Booking:

@@ -451,6 +451,13 @@ WORDS = [
     (PREFIX, "lengthen a step by a tenth", "decode/step_meter.py:REST_SHARE", 0.1),
     (PREFIX, "in the last half minute", "decode/step_meter.py:PACE_MEMORY_S", 30),
     (PREFIX, "must begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
+    (PREFIX, "does not answer within a second", "pool/pulls/puller.py:OFFER_S", 1),
+    (PREFIX, "is not asked for ten seconds", "pool/pulls/puller.py:AVOID_S", 10),
+    (PREFIX, "lends to sixteen", "pool/pulls/lender.py:MAX_LOANS", 16),
+    (PREFIX, "silent for ten seconds", "pool/pulls/lender.py:MESSAGE_S", 10),
+    (PREFIX, "which may take a minute", "pool/pulls/lender.py:LOAN_S", 60),
+    (PREFIX, "At most eight prompts pull", "pool/prefix/block_reads.py:MAX_READS", 8),
+    (PREFIX, "a half before the first", "router/workers/holders.py:UNSEEN_PULL_COST", 0.5),
     (
         "docs/roles.md",
         "about twice as long as a decode step by default",

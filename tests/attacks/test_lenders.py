@@ -212,6 +212,15 @@ async def in_the_middle(true_address: str) -> AsyncIterator[tuple[LenderInTheMid
         await server.stop(None)
 
 
+def name_holder(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Have the router name a decode worker at this address for every prompt, or none."""
+    holder = SimpleNamespace(address=address, role=WorkerRole.DECODE) if address else None
+    ranked = [(1, WorkerRole.DECODE, address)] if address else []
+    monkeypatch.setattr(BlockHolders, "ranked", lambda *given: ranked)
+    monkeypatch.setattr(BlockHolders, "weighed", lambda holders, context, *given: context)
+    monkeypatch.setattr(BlockHolders, "best", lambda *given: holder)
+
+
 def question(number: int) -> Request:
     params = SamplingParams(temperature=0.0)
     return Request(f"q{number}", tuple(PROMPT), 8, params, num_top_logprobs=0)
@@ -246,16 +255,14 @@ async def test_a_lender_that_lies_changes_no_answer(
             for number, attack in enumerate(ATTACKS):
                 lender.attack = attack
                 salt = str(number)  # so that the prefill worker has nothing of the prompt
-                monkeypatch.setattr(BlockHolders, "best", lambda *given: None)
+                name_holder(monkeypatch, "")
                 assert await ask(client, number, salt) == (right, 0), attack
                 await flush(tmp_path / "prefill-0.json")
-                holder = SimpleNamespace(address=address, role=WorkerRole.DECODE)
-                monkeypatch.setattr(BlockHolders, "best", lambda *given, found=holder: found)
+                name_holder(monkeypatch, address)
                 assert await ask(client, 100 + number, salt) == (right, 0), attack
                 assert lender.num_asked == number + 1, attack
         # The true lender still lends.
-        holder = SimpleNamespace(address=decode, role=WorkerRole.DECODE)
-        monkeypatch.setattr(BlockHolders, "best", lambda *given: holder)
+        name_holder(monkeypatch, decode)
         await flush(tmp_path / "prefill-0.json")
         assert await ask(client, 1000, "0") == (right, 192)
 
@@ -282,7 +289,7 @@ async def test_what_is_lent_is_not_given_away(
             await loan.offer()
             message = await loan.destination()
             await flush(tmp_path / "decode-0.json")
-            monkeypatch.setattr(BlockHolders, "best", lambda *given: None)
+            name_holder(monkeypatch, "")
             await client.complete(other, timeout_s=60)
             await loan.true.write(message)
             answer = await loan.true.read()
@@ -292,11 +299,10 @@ async def test_what_is_lent_is_not_given_away(
 
         async with in_the_middle(decode) as (lender, address):
             lender.attack = forgets_and_serves_another
-            monkeypatch.setattr(BlockHolders, "best", lambda *given: None)
+            name_holder(monkeypatch, "")
             assert await ask(client, 0, "") == (right, 0)
             await flush(tmp_path / "prefill-0.json")
-            holder = SimpleNamespace(address=address, role=WorkerRole.DECODE)
-            monkeypatch.setattr(BlockHolders, "best", lambda *given: holder)
+            name_holder(monkeypatch, address)
             monkeypatch.setattr(puller, "LEAST_WAIT_S", 30.0)
             assert await ask(client, 2, "") == (right, 192)
             assert lender.num_asked == 1

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pool.pulls import puller
 from tests.support.cluster.reference import checkpoint, reference
 from tests.support.models.grammars import wait_long_for_masks
 
@@ -11,3 +12,6 @@ __all__ = ["checkpoint", "reference"]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_long_for_masks(monkeypatch)
+    # Whether a prompt is pulled must not depend on how busy this machine is.
+    for wait in ("OFFER_S", "LEAST_WAIT_S"):
+        monkeypatch.setattr(puller, wait, 60.0)

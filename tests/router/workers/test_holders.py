@@ -1,6 +1,6 @@
 """The worker from which a prompt's beginning is pulled: the one with most, if that saves enough."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from protos.worker_pb2 import WorkerLoad
-from router.workers.holders import UNSEEN_PULL_COST, BlockHolders, Cached
+from router.workers.holders import UNSEEN_PULL_COST, BlockHolders, Cached, RankedHolders
 from router.workers.policies import PolicyContext
 from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
@@ -40,16 +40,16 @@ SOURCE = worker("source")
 Others = dict[WorkerRole, dict[Worker, int]]
 
 
-def holders_among(
-    others: Others, least_tokens: int
-) -> tuple[BlockHolders, Cached, Sequence[Cached]]:
-    """Return the holders among workers with so many cached tokens, and these by address."""
+def holders_among(others: Others, least_tokens: int) -> tuple[BlockHolders, Cached, RankedHolders]:
+    """Return the holders among workers with so many cached tokens, those of prefill workers by
+    address, and all ranked."""
     known = {(role, each.address): each for role, cached in others.items() for each in cached}
     workers = cast(WorkerSet, SimpleNamespace(find=lambda *key: known.get(key)))
     in_prefill, in_pools = (
         {each.address: count for each, count in others.get(role, {}).items()} for role in WorkerRole
     )
-    return BlockHolders(workers, least_tokens), in_prefill, [in_pools]
+    holders = BlockHolders(workers, least_tokens)
+    return holders, in_prefill, holders.ranked(in_prefill, [in_pools])
 
 
 def best(
@@ -60,8 +60,8 @@ def best(
     source: Worker = SOURCE,
 ) -> str | None:
     """Return the address of the best holder among workers with so many cached tokens."""
-    holders, cached, in_pools = holders_among(others, least_tokens)
-    holder = holders.best(cached, in_pools, source, num_cached)
+    holders, _, ranked = holders_among(others, least_tokens)
+    holder = holders.best(ranked, source, num_cached)
     return None if holder is None else holder.address
 
 
@@ -117,15 +117,15 @@ def test_what_could_be_pulled_counts_as_cached_less_its_cost(cost: float, counte
     idle = worker("idle", load=WorkerLoad(pull_cost=cost))
     busy = worker("busy")
     others = {WorkerRole.PREFILL: {busy: 1000}, WorkerRole.DECODE: {worker("d"): 400}}
-    holders, cached, in_pools = holders_among(others, 100)
+    holders, cached, ranked = holders_among(others, 100)
     context = PolicyContext(0, Random(0), num_cached=cached)
-    weighed = holders.weighed(context, in_pools, [idle, busy])
+    weighed = holders.weighed(context, ranked, [idle, busy])
     assert weighed.num_cached == {"busy": 1000, "idle": counted}
     assert context.num_cached == {"busy": 1000}
 
 
 def test_nothing_is_weighed_without_a_holder() -> None:
     others = {WorkerRole.PREFILL: {worker("p"): 99}, WorkerRole.DECODE: {worker("d"): 5000}}
-    holders, cached, in_pools = holders_among(others, 5001)
+    holders, cached, ranked = holders_among(others, 5001)
     context = PolicyContext(0, Random(0), num_cached=cached)
-    assert holders.weighed(context, in_pools, [SOURCE]) is context
+    assert holders.weighed(context, ranked, [SOURCE]) is context

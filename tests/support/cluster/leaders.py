@@ -15,6 +15,11 @@ def leader_address(announced: Path) -> str:
 
 
 async def flush(announced: Path) -> None:
-    """Empty the prefix cache of a pool."""
-    async with open_channel(leader_address(announced)) as channel:
+    """Empty the prefix cache of a pool whose leader announces itself in this file."""
+    await flush_at(leader_address(announced))
+
+
+async def flush_at(address: str) -> None:
+    """Empty the prefix cache of a pool with its leader at this address."""
+    async with open_channel(address) as channel:
         await worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest())
