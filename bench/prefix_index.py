@@ -24,7 +24,7 @@ from router.workers.directory import Directory, DirectoryOptions
 from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import block_names
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 
 NUM_WORKERS = 64
 PROMPT_TOKENS = 2000

@@ -32,7 +32,7 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.calls import CallTracker
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION

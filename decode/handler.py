@@ -30,7 +30,7 @@ from runtime.errors import (
     InvalidRequestError,
     PeerLostError,
 )
-from runtime.observe.metrics import ArrivalMetrics
+from runtime.observe.metrics.handoffs import ArrivalMetrics
 from runtime.observe.tracing import begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination

@@ -30,7 +30,9 @@ from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import ArrivalMetrics, CacheMetrics, SpeculationMetrics
+from runtime.observe.metrics.caches import CacheMetrics
+from runtime.observe.metrics.handoffs import ArrivalMetrics
+from runtime.observe.metrics.pools import SpeculationMetrics
 from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 

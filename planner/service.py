@@ -15,7 +15,7 @@ from planner.routers import RouterClients
 from runtime.clock import Clock, SystemClock
 from runtime.errors import BatonError
 from runtime.observe.exposition import Exposition, new_registry
-from runtime.observe.metrics import PlannerMetrics
+from runtime.observe.metrics.planner import PlannerMetrics
 from runtime.process.supervision import StopSignal, background
 from runtime.security.access import ChannelSecurity, client_security
 from runtime.version import VERSION

@@ -31,7 +31,8 @@ from protos import adapters_pb2_grpc, lending_pb2_grpc, pipeline_pb2_grpc, worke
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import AdapterMetrics, DiskMetrics, PullMetrics
+from runtime.observe.metrics.caches import DiskMetrics, PullMetrics
+from runtime.observe.metrics.pools import AdapterMetrics
 from runtime.process.supervision import background
 from runtime.security.access import ChannelSecurity
 

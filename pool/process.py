@@ -34,7 +34,7 @@ from pool.stage.stage import build_stage
 from runtime.config import parse_address
 from runtime.model_files.tokenizer_files import make_tokenizer
 from runtime.observe.exposition import new_registry
-from runtime.observe.metrics import RefusalMetrics, StageMetrics
+from runtime.observe.metrics.stages import RefusalMetrics, StageMetrics
 from runtime.observe.tracing_setup import open_tracing
 from runtime.process.announce import announced_address, announcement_path
 from runtime.process.supervision import StopSignal, background

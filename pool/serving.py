@@ -14,7 +14,8 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from runtime.errors import InternalError
 from runtime.observe.exposition import Exposition
-from runtime.observe.metrics import RefusalMetrics, RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
+from runtime.observe.metrics.stages import RefusalMetrics
 from runtime.observe.tracing import Tracing
 from runtime.process.announce import Announcement, write_announcement
 from runtime.process.supervision import StopSignal

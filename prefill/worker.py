@@ -24,7 +24,7 @@ from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError
-from runtime.observe.metrics import CacheMetrics
+from runtime.observe.metrics.caches import CacheMetrics
 from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 

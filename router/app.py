@@ -39,7 +39,8 @@ from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.tokenizer_files import cache_folder, make_tokenizer
 from runtime.observe.exposition import Exposition, Page, new_registry
-from runtime.observe.metrics import ClientMetrics, RouterMetrics, RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
+from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
 from runtime.observe.tracing import Tracing
 from runtime.observe.tracing_setup import open_tracing
 from runtime.process.announce import Announcement, write_announcement

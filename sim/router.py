@@ -22,7 +22,7 @@ from router.workers.policy import Policy
 from router.workers.worker import WorkerRole
 from runtime.clock import Clock
 from runtime.errors import UnavailableError
-from runtime.observe.metrics import ClientMetrics, RouterMetrics
+from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
 from sim.network import Channel
 from sim.reports import Reports
 from sim.worker import SimulatedWorker

@@ -10,7 +10,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 
-from tools.panels import DASHBOARDS, WIDTH, Dashboard, Panel
+from tools.panels.catalogue import DASHBOARDS, WIDTH
+from tools.panels.queries import Dashboard, Panel
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "dashboards"
 HEIGHT = 8

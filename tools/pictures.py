@@ -11,7 +11,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.panels import WIDTH, Dashboard, Panel
+from tools.panels.catalogue import WIDTH
+from tools.panels.queries import Dashboard, Panel
 from tools.prometheus import Prometheus
 
 CAPTION = "Drawn from the dashboard's queries by tools/pictures.py, not by Grafana."

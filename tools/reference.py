@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 _METRICS_HEAD = """# Metrics
 
-<!-- Made from the code by `python -m tools.reference`; edit the texts in runtime/observe/metrics.py. -->
+<!-- Made from the code by `python -m tools.reference`; edit the texts in runtime/observe/metrics/. -->
 
 Every process serves these metrics at `/metrics` (`--metrics-port`). Names, types, labels and units are fixed at 0.1
 (`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage other than its

@@ -38,7 +38,7 @@ from prefill.worker import (
 )
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
-from runtime.observe.metrics import CacheMetrics
+from runtime.observe.metrics.caches import CacheMetrics
 from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 from worker.chunk_budget import ChunkBudget

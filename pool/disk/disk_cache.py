@@ -21,7 +21,7 @@ from pool.disk.stage_blocks import BlockMove, StageBlocks
 from pool.prefix.block_reads import BlockRead, BlockReads
 from pool.prefix.cache import PrefixCache, Stored
 from runtime.errors import BatonError
-from runtime.observe.metrics import DiskMetrics
+from runtime.observe.metrics.caches import DiskMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
 from runtime.clock import Clock
-from runtime.observe.metrics import CacheMetrics
+from runtime.observe.metrics.caches import CacheMetrics
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from runtime.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from runtime.observe.metrics import PullMetrics
+from runtime.observe.metrics.caches import PullMetrics
 from runtime.rpc.read_limits import first_message
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan

@@ -26,7 +26,7 @@ from protos import lending_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
 from runtime.digests import check_compatible, share_draft
 from runtime.errors import BatonError, ConfigError, HandoffError, PeerLostError
-from runtime.observe.metrics import PullMetrics
+from runtime.observe.metrics.caches import PullMetrics
 from runtime.rpc.client import open_channel
 from runtime.rpc.status import error_from_rpc
 from runtime.security.access import ChannelSecurity, PeerRole

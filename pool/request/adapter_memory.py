@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from models.adapters import Adapter
 from protos.adapters_pb2 import AdapterStatus
 from runtime.errors import BatonError, CapacityError, ConfigError, UnavailableError
-from runtime.observe.metrics import AdapterMetrics
+from runtime.observe.metrics.pools import AdapterMetrics
 from runtime.process.host_memory import MIB
 
 ROOM_S = 10.0  # seconds that a load waits for the end of requests whose adapter can go

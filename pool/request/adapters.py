@@ -12,7 +12,7 @@ from pool.request.adapter_memory import AdapterMemory, AdapterVersion, StagesAda
 from protos.adapters_pb2 import AdapterStatus
 from runtime.errors import ConfigError, UnavailableError
 from runtime.model_files.adapter_folders import MAX_ADAPTERS, adapter_folder, adapter_name
-from runtime.observe.metrics import AdapterMetrics
+from runtime.observe.metrics.pools import AdapterMetrics
 from runtime.process.host_memory import MIB
 
 # Seconds that a version is still accepted after another one took its name. Routers learn within

@@ -22,7 +22,9 @@ from engine.speculative.contracts.drafter import PoolDrafter
 from protos import worker_pb2 as pb
 from runtime.clock import Clock
 from runtime.errors import BatonError
-from runtime.observe.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
+from runtime.observe.metrics.handoffs import HandoffMetrics
+from runtime.observe.metrics.pools import LeaderMetrics, PoolMetrics
+from runtime.observe.metrics.stages import StageMetrics
 
 BUBBLE_WINDOW_S = 1.0
 EXPERTS_PERIOD_S = 1.0

@@ -19,7 +19,7 @@ from router.request.validate import AdmissibleRequest
 from router.workers.report import are_missing
 from runtime.clock import Deadline, LoopClock, SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from runtime.rpc.server import Health
 
 logger = logging.getLogger(__name__)

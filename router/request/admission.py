@@ -25,7 +25,7 @@ from router.workers.placement_request import WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 
 LOOK_S = 1.0  # between two lookups of the workers that have a queued prompt cached
 MIN_TIMEOUT_S = 1e-6  # a shorter one may end before the clock has moved

@@ -31,7 +31,7 @@ from router.workers.directory import Directory
 from router.workers.placement_request import WorkerPair
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, UnavailableError
-from runtime.observe.metrics import ClientMetrics, RouterMetrics
+from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
 from runtime.observe.tracing import Span, begin
 
 CLOCKS_DIFFER_S = 0.05  # tolerance between a client's deadline and this router's

@@ -10,7 +10,7 @@ from router.request.service_times import ServiceRecord
 from router.request.validate import AdmissibleRequest
 from router.workers.placement import WorkerPlacement
 from router.workers.worker import Booking
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 
 
 def booking_of(worker: object) -> Booking:

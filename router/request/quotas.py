@@ -19,7 +19,7 @@ from router.request.client_limits import NamedLimits
 from router.request.service_times import MAX_CLIENTS
 from runtime.clock import Clock
 from runtime.errors import CapacityError
-from runtime.observe.metrics import ClientMetrics
+from runtime.observe.metrics.router import ClientMetrics
 
 WINDOW_S = 60.0  # a bucket holds the quota of a minute
 

@@ -8,7 +8,7 @@ from router.request.validate import AdmissibleRequest
 from router.workers.directory import Directory
 from runtime.errors import CapacityError, UnavailableError
 from runtime.model_files.adapter_folders import adapter_name
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 
 MAX_AWAY_S = 30.0
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from protos import types_pb2
 from router.workers.worker import Booking, WorkerRole
 from runtime.clock import Clock
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 
 # The stages of a request by metric label.
 STAGES = {

@@ -27,7 +27,7 @@ from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.clock import Clock, SystemClock
 from runtime.digests import may_pair
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from runtime.rpc.client import ChannelOptions, open_channel
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 

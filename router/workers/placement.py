@@ -25,7 +25,7 @@ from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
 from runtime.clock import Clock
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 
 # Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
 MOST_COMPARED = 64

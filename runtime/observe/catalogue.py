@@ -12,23 +12,18 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from runtime.observe.metrics import (
+from runtime.observe.metrics.caches import CacheMetrics, DiskMetrics, PullMetrics
+from runtime.observe.metrics.calls import RpcMetrics
+from runtime.observe.metrics.handoffs import ArrivalMetrics, HandoffMetrics
+from runtime.observe.metrics.planner import PlannerMetrics
+from runtime.observe.metrics.pools import (
     AdapterMetrics,
-    ArrivalMetrics,
-    CacheMetrics,
-    ClientMetrics,
-    DiskMetrics,
-    HandoffMetrics,
     LeaderMetrics,
-    PlannerMetrics,
     PoolMetrics,
-    PullMetrics,
-    RefusalMetrics,
-    RouterMetrics,
-    RpcMetrics,
     SpeculationMetrics,
-    StageMetrics,
 )
+from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
+from runtime.observe.metrics.stages import RefusalMetrics, StageMetrics
 
 Instrument = Counter | Gauge | Histogram | Info
 

@@ -21,7 +21,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from runtime.errors import BatonError, DrainingError, InternalError, InvalidRequestError
 from runtime.observe.log import bound_ids
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.observe.tracing import UNTRACED, Metadata, Tracing
 from runtime.queue_reader import QueueReader
 from runtime.rpc.read_limits import CallLimiter

@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.message import Message
 
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.observe.tracing import Tracing, context_of
 from runtime.rpc.calls import CallTracker, failed
 from runtime.rpc.message_bounds import MessageBounds, bounded, held_bytes

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from runtime.config import Address, parse_address
 from runtime.errors import BatonError, ConfigError, DrainingError
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.observe.tracing import UNTRACED, Tracing
 from runtime.rpc.connections import ConnectionLimits, ConnectionWatch, files_for, raised_file_limit
 from runtime.rpc.interceptor import CallGuard, CallLimits

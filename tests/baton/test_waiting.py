@@ -14,7 +14,7 @@ from baton.process import ProcessSpec, RoleProcess
 from baton.waiting import reason_of, until_cluster_serves
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime.errors import UnavailableError
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.process.announce import Announcement, write_announcement
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.security.access import OPEN_SERVER, PLAIN_CHANNEL, ChannelSecurity, ServerSecurity

@@ -13,7 +13,7 @@ from planner.planner import RolePlan, RolePlanner
 from planner.routers import RouterClients
 from planner.service import PlannerService
 from runtime.clock import SystemClock
-from runtime.observe.metrics import PlannerMetrics
+from runtime.observe.metrics.planner import PlannerMetrics
 from runtime.security.access import PLAIN_CHANNEL
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 from tests.support.cluster.questions import Shown, as_query, make_questions, shown

@@ -13,7 +13,7 @@ from planner.fleet_view import BOTH, ONLY_DECODE, ONLY_PREFILL
 from planner.routers import RouterClients
 from planner.service import PlannerService
 from runtime.clock import SystemClock
-from runtime.observe.metrics import PlannerMetrics
+from runtime.observe.metrics.planner import PlannerMetrics
 from runtime.process.announce import read_announcement
 from runtime.security.access import ChannelSecurity, PeerRole
 from runtime.security.tokens import OwnToken

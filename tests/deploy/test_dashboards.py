@@ -13,7 +13,8 @@ import yaml
 from runtime.observe.catalogue import families
 from tests.deploy.manifests import DEPLOY
 from tools.dashboards import COLUMNS, FOLDER, build_json
-from tools.panels import DASHBOARDS, Dashboard, Panel
+from tools.panels.catalogue import DASHBOARDS
+from tools.panels.queries import Dashboard, Panel
 
 SERIES = {
     series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}

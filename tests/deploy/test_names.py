@@ -32,7 +32,7 @@ from router.config import RouterConfig
 from router.workers.discovery import ServiceTarget, parse_target
 from runtime.config import leader_from_environment, number_from_environment, parse_address
 from runtime.config import load as load_config
-from runtime.observe.metrics import PlannerMetrics
+from runtime.observe.metrics.planner import PlannerMetrics
 from runtime.security.access import ClientCertificates
 from tests.deploy.manifests import (
     DEPLOY,

@@ -42,7 +42,7 @@ from tests.support.drafts.eagle import save_draft
 from tests.support.models.adapters import write_adapter
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.network.ports import taken_port
-from tools.panels import DASHBOARDS
+from tools.panels.catalogue import DASHBOARDS
 from tools.pictures import draw, plain
 from tools.prometheus import LOCAL, Prometheus, Target, prometheus, scaled
 

@@ -34,7 +34,8 @@ from router.workers.policy import Policy
 from router.workers.worker import WorkerRole
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics import ClientMetrics, RouterMetrics, RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
+from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.rpc.status import error_from_rpc
 from runtime.security.access import OPEN_SERVER, ServerSecurity

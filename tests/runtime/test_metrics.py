@@ -14,18 +14,12 @@ from router.workers.worker import WorkerRole
 from runtime import errors
 from runtime.errors import BatonError, ConfigError
 from runtime.observe.exposition import ACCEPT_PAUSE_S, MAX_SCRAPES, Exposition, new_registry
-from runtime.observe.metrics import (
-    FAILURES,
-    SESSION_FAILURES,
-    ArrivalMetrics,
-    ClientMetrics,
-    HandoffMetrics,
-    LeaderMetrics,
-    PoolMetrics,
-    RouterMetrics,
-    RpcMetrics,
-    StageMetrics,
-)
+from runtime.observe.metrics.calls import RpcMetrics
+from runtime.observe.metrics.handoffs import SESSION_FAILURES, ArrivalMetrics, HandoffMetrics
+from runtime.observe.metrics.instruments import FAILURES
+from runtime.observe.metrics.pools import LeaderMetrics, PoolMetrics
+from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
+from runtime.observe.metrics.stages import StageMetrics
 
 
 def test_exposition_serves_counted_values() -> None:

@@ -28,7 +28,7 @@ from runtime.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.client import open_channel, open_sync_channel
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.rpc.status import error_from_rpc

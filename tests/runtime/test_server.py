@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import errors
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.client import open_channel, open_sync_channel, wait_serving
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.rpc.status import error_from_rpc

@@ -18,7 +18,7 @@ from pool.prefix.cache import PrefixCache
 from pool.prefix.tree import ResumeRule
 from runtime.clock import SystemClock
 from runtime.errors import UnavailableError
-from runtime.observe.metrics import DiskMetrics
+from runtime.observe.metrics.caches import DiskMetrics
 
 T = TypeVar("T")
 PAGE = 4

@@ -32,7 +32,7 @@ from protos import pipeline_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import DeadlineError, PeerLostError
 from runtime.observe.exposition import new_registry
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.security.access import PLAIN_CHANNEL
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport

@@ -28,7 +28,7 @@ from protos import pipeline_pb2_grpc
 from runtime.digests import Compatibility
 from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
 from runtime.observe.exposition import new_registry
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.client import open_channel
 from runtime.rpc.server import GrpcServer, ServerOptions
 from tests.pool.pipeline.test_membership import COUNTED, RANGES, SETTINGS, WEIGHTS, FakeStage

@@ -19,7 +19,7 @@ from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError, InvalidRequestError
 from runtime.observe.exposition import new_registry
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.client import open_channel
 from runtime.rpc.server import GrpcServer, ServerOptions
 from transfer.plan import codec

@@ -20,7 +20,7 @@ from pool.request.adapter_memory import StagesAdapters
 from pool.request.adapters import PoolAdapters
 from runtime.errors import CapacityError, ConfigError, UnavailableError
 from runtime.model_files.adapter_folders import CONFIG, MAX_ADAPTERS, WEIGHTS
-from runtime.observe.metrics import AdapterMetrics
+from runtime.observe.metrics.pools import AdapterMetrics
 from tests.support.models.tiny_models import HYBRID, tiny
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"

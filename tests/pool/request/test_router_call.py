@@ -28,7 +28,7 @@ from runtime.errors import (
     RequestAborted,
 )
 from runtime.observe.log import bound_ids, rebind
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.observe.tracing import outgoing
 from runtime.rpc.client import open_channel
 from runtime.rpc.server import GrpcServer, ServerOptions

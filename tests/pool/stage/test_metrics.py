@@ -21,7 +21,7 @@ from pool.stage.metrics import (
     StageCounts,
 )
 from protos import worker_pb2 as pb
-from runtime.observe.metrics import StageMetrics
+from runtime.observe.metrics.stages import StageMetrics
 
 GEOMETRY = PoolGeometry(
     page_size=4,

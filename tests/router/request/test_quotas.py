@@ -12,7 +12,7 @@ from router.request.quotas import WINDOW_S, ClientQuotas, QuotaCharge, QuotaHold
 from router.request.service_times import MAX_CLIENTS
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError
-from runtime.observe.metrics import ClientMetrics
+from runtime.observe.metrics.router import ClientMetrics
 
 
 class Router:

@@ -20,7 +20,7 @@ from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import WorkerRole
 from runtime.clock import Deadline, LoopClock
 from runtime.errors import UnavailableError
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from tests.router.workers.test_directory import Known, serves
 
 

@@ -11,7 +11,7 @@ from router.workers.directory import Directory, DirectoryOptions
 from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
 from tests.support.router.fake_workers import (
     Fabric,

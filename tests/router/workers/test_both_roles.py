@@ -11,7 +11,7 @@ from router.workers.placement_request import PlacementRequest
 from router.workers.policy import Policy
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import WorkerRole
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from tests.router.harness import FACTS, worker_info
 
 BOTH = ("127.0.0.1:1", "127.0.0.1:2")

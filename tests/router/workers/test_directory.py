@@ -27,7 +27,7 @@ from router.workers.watch import apply_report
 from router.workers.worker import Worker, WorkerRole
 from runtime.clock import ManualClock
 from runtime.digests import block_names
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from runtime.version import WIRE_VERSION
 from tests.router.harness import FACTS, worker_info
 

@@ -27,7 +27,7 @@ from router.workers.endpoints import EndpointSource
 from router.workers.worker_set import open_source
 from runtime.config import Address
 from runtime.errors import ConfigError
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from runtime.process.announce import Announcement, write_announcement
 from tests.router.harness import Discovered, eventually, running_router, token_request
 from tests.support.network.authority import Authority

@@ -13,7 +13,7 @@ from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
-from runtime.observe.metrics import RouterMetrics
+from runtime.observe.metrics.router import RouterMetrics
 from tests.router.harness import FACTS
 from tests.router.workers.test_directory import serves
 

@@ -26,7 +26,7 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc import interceptor
 from runtime.rpc.client import open_channel
 from runtime.rpc.server import GrpcServer, ServerOptions

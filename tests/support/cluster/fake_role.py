@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2_grpc
 from runtime.observe.log import LogStyle, configure, report_end
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.process.announce import Announcement, write_announcement
 from runtime.process.start_progress import KERNELS
 from runtime.process.supervision import EXIT_CONFIG, StopSignal, run_process

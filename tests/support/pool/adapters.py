@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from pool.request.adapter_memory import StagesAdapters
 from pool.request.adapters import PoolAdapters
-from runtime.observe.metrics import AdapterMetrics
+from runtime.observe.metrics.pools import AdapterMetrics
 from tests.support.models.tiny_models import HYBRID, tiny
 
 

@@ -35,7 +35,8 @@ from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
 from runtime.digests import Compatibility
-from runtime.observe.metrics import ArrivalMetrics, CacheMetrics
+from runtime.observe.metrics.caches import CacheMetrics
+from runtime.observe.metrics.handoffs import ArrivalMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.adapters import no_adapters

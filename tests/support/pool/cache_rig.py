@@ -13,7 +13,7 @@ from engine.core.batch import ForwardBatch
 from engine.memory.integrity import read_books
 from engine.pipeline.results import StepFailed
 from prefill.scheduler import PrefillScheduler
-from runtime.observe.metrics import CacheMetrics
+from runtime.observe.metrics.caches import CacheMetrics
 from tests.support.pool.token_memory import TokenMemory
 from worker.scheduler import AggregatedScheduler
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 from prometheus_client import CollectorRegistry
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.calls import CallTracker
 from runtime.rpc.read_limits import CallLimiter
 from runtime.rpc.status import error_from_status

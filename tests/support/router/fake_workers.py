@@ -41,7 +41,7 @@ from runtime.errors import (
     FieldViolation,
     InvalidRequestError,
 )
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.calls import CallTracker
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION

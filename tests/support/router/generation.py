@@ -11,7 +11,7 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, types_pb2
 from runtime.errors import CapacityError, FieldViolation, InternalError, InvalidRequestError
 from runtime.observe.log import rebind
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.security.access import OPEN_SERVER, ServerSecurity
 

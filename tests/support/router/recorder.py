@@ -21,7 +21,7 @@ from router.request.validate import admissible
 from router.text.control_tokens import UserControlTokens
 from router.text.model_facts import load_served_model
 from router.text.tokenizer import TextTokenizer
-from runtime.observe.metrics import RpcMetrics
+from runtime.observe.metrics.calls import RpcMetrics
 from runtime.rpc.server import GrpcServer, ServerOptions
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"

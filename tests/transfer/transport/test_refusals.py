@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from runtime.observe.metrics import REFUSALS
+from runtime.observe.metrics.stages import REFUSALS
 from transfer.transport.refusals import LOG_INTERVAL_S, RefusalReason, Refusals
 
 

@@ -1,0 +1,117 @@
+"""The dashboard of prefix caches, pulls and disks."""
+
+from tools.panels.queries import (
+    Dashboard,
+    Panel,
+    PanelQuery,
+    of,
+    of_role,
+    only,
+    quantiles,
+    rate,
+    ratio,
+)
+
+CACHE = Dashboard(
+    "baton-cache",
+    "Baton / Prefix cache",
+    "Reuse of cached prompts.",
+    (
+        Panel(
+            "Prompt tokens",
+            "short",
+            "Per second, on prefill: looked up, found, and reused.",
+            tuple(
+                PanelQuery(of_role("prefill", f"baton_cache_{kind}_tokens_total"), kind)
+                for kind in ("queried", "matched", "reused")
+            ),
+        ),
+        Panel(
+            "Reused share",
+            "percentunit",
+            "Share of looked-up prompt tokens that were reused, per pool.",
+            (
+                PanelQuery(
+                    ratio(
+                        rate("baton_cache_reused_tokens_total", "instance"),
+                        rate("baton_cache_queried_tokens_total", "instance"),
+                    ),
+                    "{{instance}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Predictions",
+            "cps",
+            "Prompts by reused tokens: as many as reported, more or fewer.",
+            (PanelQuery(rate("baton_router_cache_predictions_total", "outcome"), "{{outcome}}"),),
+        ),
+        Panel(
+            "Pages",
+            "short",
+            "Cached pages, including those in use, and all pages of the pool.",
+            (
+                PanelQuery(of("baton_cache_pages"), "cached {{instance}}"),
+                PanelQuery(only("prefill", of("baton_kv_pages")), "all {{instance}}"),
+            ),
+        ),
+        Panel(
+            "Snapshots",
+            "short",
+            "Cached recurrent states.",
+            (PanelQuery(of("baton_cache_snapshots"), "{{instance}}"),),
+        ),
+        Panel(
+            "Disk cache",
+            "short",
+            "Pages per second: written, read, or not, and why.",
+            (
+                PanelQuery(
+                    rate("baton_disk_cache_blocks_total", "instance, event"),
+                    "{{instance}} {{event}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Reading from disk",
+            "s",
+            "Time per prompt; its request waits for it.",
+            quantiles("baton_disk_cache_read_seconds"),
+        ),
+        Panel(
+            "Disk",
+            "bytes",
+            "Size of the folder of the disk cache.",
+            (PanelQuery(of("baton_disk_cache_used_bytes"), "{{instance}}"),),
+        ),
+        Panel(
+            "Pulls",
+            "short",
+            "Pages per second that prefill workers took from other workers, or not, and why; and those "
+            "that were lent.",
+            (
+                PanelQuery(
+                    rate("baton_pull_blocks_total", "instance, event"), "{{instance}} {{event}}"
+                ),
+                PanelQuery(rate("baton_lent_blocks_total", "instance"), "{{instance}} lent"),
+            ),
+        ),
+        Panel(
+            "Pulling",
+            "s",
+            "Seconds per second that prompts waited for pulled pages.",
+            (PanelQuery(rate("baton_pull_seconds_sum", "instance"), "{{instance}}"),),
+        ),
+        Panel(
+            "Evicted pages",
+            "short",
+            "Per second, by cause: memory pressure, or a flush.",
+            (
+                PanelQuery(
+                    rate("baton_cache_evicted_pages_total", "instance, cause"),
+                    "{{instance}} {{cause}}",
+                ),
+            ),
+        ),
+    ),
+)
