@@ -12,14 +12,13 @@ from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
-from pool.request.conversion import in_vocabulary
 from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts
 from pool.request.streams import Inbox, SessionChanged
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
-from runtime.digests import check_compatible, share_draft
+from runtime.digests import check_compatible, prompt_digest, share_draft
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -35,6 +34,7 @@ from runtime.observe.tracing import begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
+from transfer.plan.term_checks import check_content
 from transfer.session import ReceiveSession, SessionTimeouts
 from transfer.session_states import ReceiveState
 from transfer.transport.authenticator import new_key
@@ -61,10 +61,13 @@ class DecodeParts(RequestParts):
     prompts_of: Callable[[int], PromptReader | None] | None = None
 
     def first_token_of(self, message: pb.DecodeInput) -> int:
-        """Return the first token of a message that has one. Raises InvalidRequestError."""
-        (token,) = in_vocabulary(
-            "first_token", message.first_token.token_ids, self.plan.description.facts.vocab_size
-        )
+        """Return the first token of a message that has one. Raises HandoffError."""
+        (token,) = message.first_token.token_ids
+        vocab_size = self.plan.description.facts.vocab_size
+        if token >= vocab_size:
+            raise HandoffError(
+                f"first_token: token id {token} is outside the vocabulary of {vocab_size}"
+            )
         return token
 
     def forget(self, key: int) -> None:
@@ -172,17 +175,15 @@ class DecodeHandler:
         stage drains an older epoch by itself.
 
         Raises:
-            InvalidRequestError: the source terms do not match the request.
+            IncompatiblePeerError: the source offers other tokens, or its terms fit no handoff.
             HandoffError: a stage did not post its receives in time.
         """
         parts, session = self._parts, self._session
         check_compatible(
             parts.leader.compatibility, source.compatibility, source.compatibility_text
         )
-        num_tokens = len(self._request.prompt_token_ids)
-        if source.num_tokens != num_tokens:
-            violation = f"{source.num_tokens} differs from the prompt's {num_tokens} tokens"
-            raise InvalidRequestError(FieldViolation("source.num_tokens", violation))
+        prompt = self._request.prompt_token_ids
+        check_content(source, len(prompt), prompt_digest(prompt, self._request.adapter))
         if not source.sends_rest and self._reservation.held_tokens:
             key = self._reservation.key
             self._reservation = await parts.leader.loop.submit(

@@ -93,7 +93,8 @@ class PromptReader(Protocol):
         Raises:
             CapacityError: as for `DecodeScheduler.reserve`.
             HandoffError: the prompt is not there any more.
-            InvalidRequestError: the request could never fit, or has another prompt.
+            IncompatiblePeerError: it is the prompt of another request.
+            InvalidRequestError: the request could never fit.
         """
         ...
 

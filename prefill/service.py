@@ -26,11 +26,13 @@ from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc, transfer_pb2
 from runtime.clock import Deadline, SystemClock
+from runtime.digests import prompt_digest
 from runtime.errors import (
     BatonError,
     DeadlineError,
     FieldViolation,
     HandoffError,
+    IncompatiblePeerError,
     InternalError,
     InvalidRequestError,
     RequestAborted,
@@ -262,6 +264,7 @@ class PrefillHandler:
             stages=parts.leader.group.endpoints(started.data_rank),
             sends_rest=True,
             request_key=self._key if parts.may_decode else 0,
+            content=prompt_digest(self._request.prompt_token_ids, self._request.adapter),
         )
         return pb.PrefillStarted(
             terms=codec.source_to_proto(self._source),
@@ -294,9 +297,7 @@ class PrefillHandler:
             )
         if message.in_place:
             if not self._parts.may_decode:
-                raise InvalidRequestError(
-                    FieldViolation("destination.in_place", "this pool does not decode")
-                )
+                raise IncompatiblePeerError("destination.in_place: this pool does not decode")
             self._is_in_place = True
             self._leave_in_place()
             return

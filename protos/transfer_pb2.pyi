@@ -23,7 +23,7 @@ class StageEndpoint(_message.Message):
     def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., address: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., tensor_rank: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
 
 class SourceTerms(_message.Message):
-    __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages", "sends_rest", "request_key", "is_loan")
+    __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages", "sends_rest", "request_key", "is_loan", "content")
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_TEXT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class SourceTerms(_message.Message):
     SENDS_REST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     IS_LOAN_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     compatibility: str
     compatibility_text: str
     page_size: int
@@ -46,7 +47,8 @@ class SourceTerms(_message.Message):
     sends_rest: bool
     request_key: int
     is_loan: bool
-    def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., sends_rest: _Optional[bool] = ..., request_key: _Optional[int] = ..., is_loan: _Optional[bool] = ...) -> None: ...
+    content: bytes
+    def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., sends_rest: _Optional[bool] = ..., request_key: _Optional[int] = ..., is_loan: _Optional[bool] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class DestinationTerms(_message.Message):
     __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft", "key", "held_tokens", "in_place")

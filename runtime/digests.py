@@ -1,8 +1,10 @@
-"""Compatibility digests of pools and names of prefix blocks.
+"""Compatibility digests of pools, digests of prompts and names of prefix blocks.
 
 Pools: a digest names the properties that two paired pools must share. After a `+` it may name the
 draft model whose state is handed over with a prompt. A pool without a draft accepts prompts without
 that state and hands them over without it.
+
+Prompts: a digest of all token ids, by which a pool knows whose state another one offers.
 
 Prefix blocks: every process computes the same names, a chain of digests over blocks of token ids. A
 block's name identifies all tokens up to its end and the model that computed them, so equal names
@@ -134,6 +136,13 @@ def block_names(
         name = blake2b(name + ids[end - size : end], digest_size=NAME_BYTES).digest()
         names.append(name)
     return tuple(names)
+
+
+def prompt_digest(token_ids: Sequence[int], adapter: str = "") -> bytes:
+    """Return a digest of `NAME_BYTES` bytes of a whole prompt and the adapter that reads it."""
+    digest = blake2b(f"{len(adapter)}:{adapter}".encode(), digest_size=NAME_BYTES)
+    digest.update(array(_ID, token_ids).tobytes())
+    return digest.digest()
 
 
 def split_names(joined: bytes) -> list[bytes]:

@@ -23,6 +23,7 @@ from runtime.errors import (
     BatonError,
     DeadlineError,
     HandoffError,
+    IncompatiblePeerError,
     IntegrityError,
     InternalError,
     PeerLostError,
@@ -60,10 +61,23 @@ class SessionTimeouts:
         return cls(move_s=timeout_s, finish_s=timeout_s, replace_s=timeout_s)
 
 
-_StageError = type[HandoffError] | type[PeerLostError] | type[DeadlineError] | type[InternalError]
+_StageError = (
+    type[HandoffError]
+    | type[IncompatiblePeerError]
+    | type[PeerLostError]
+    | type[DeadlineError]
+    | type[InternalError]
+)
 _ERRORS: dict[str, _StageError] = {
     error.reason: error
-    for error in (HandoffError, IntegrityError, PeerLostError, DeadlineError, InternalError)
+    for error in (
+        HandoffError,
+        IncompatiblePeerError,
+        IntegrityError,
+        PeerLostError,
+        DeadlineError,
+        InternalError,
+    )
 }
 # A stage that cannot reach its destination is not lost itself: its pool can serve other requests.
 _SEND_ERRORS: dict[str, _StageError] = _ERRORS | {PeerLostError.reason: HandoffError}

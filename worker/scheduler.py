@@ -31,7 +31,7 @@ from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.prompts import FirstToken, PrefillEntryEvent, PromptCache
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import Clock, Deadline
-from runtime.errors import BatonError, FieldViolation, HandoffError, InvalidRequestError
+from runtime.errors import BatonError, HandoffError, IncompatiblePeerError
 from worker.chunk_budget import ChunkBudget
 
 
@@ -103,9 +103,7 @@ class OwnPrompts:
             request.cache_salt,
             request.adapter,
         ):
-            raise InvalidRequestError(
-                FieldViolation("source.request_key", f"{key} is the prompt of another request")
-            )
+            raise IncompatiblePeerError(f"source.request_key: {key} is the prompt of another request")
         self._prompts[key] = _OwnPrompt(
             request, emit, blocks, compatibility, deadline, key, tuple(replayed)
         )

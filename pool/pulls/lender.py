@@ -53,6 +53,7 @@ class _LentBlocks:
 
     data_rank: int
     num_tokens: int
+    name: bytes  # of the last block
     pages: PageLease
     slot: SlotLease | None
 
@@ -162,7 +163,8 @@ class Lender(lending_pb2_grpc.LendingServicer):
         cache.resume(names, found)
         pages = cache.pages.alloc(0, owner=_OWNER, shared=found.page_ids)
         slot = None if found.slot_id is None else cache.slots.share(found.slot_id, owner=_OWNER)
-        return _LentBlocks(rank, found.num_tokens, pages, slot)
+        name = names[found.num_tokens // cache.rule.block_tokens - 1]
+        return _LentBlocks(rank, found.num_tokens, name, pages, slot)
 
     def _terms(self, loan: _LentBlocks) -> SourceTerms:
         mine = self._leader.compatibility
@@ -177,6 +179,7 @@ class Lender(lending_pb2_grpc.LendingServicer):
             stages=self._leader.group.endpoints(loan.data_rank),
             sends_rest=True,
             is_loan=True,
+            content=loan.name,
         )
 
 

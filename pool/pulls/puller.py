@@ -33,6 +33,7 @@ from runtime.security.access import ChannelSecurity, PeerRole
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms
+from transfer.plan.term_checks import check_content
 from transfer.session import ReceiveSession, SessionTimeouts
 from transfer.session_states import ReceiveState
 from transfer.transport.authenticator import new_key
@@ -147,6 +148,7 @@ class _HoldingPool:
             raise HandoffError(
                 f"the holder offers {source.num_tokens} tokens of {len(names)} blocks of {page_size}"
             )
+        check_content(source, source.num_tokens, names[source.num_tokens // page_size - 1])
         return source
 
 

@@ -50,7 +50,8 @@ class RequestNotes:
 
     def _started(self, source: Booking, _: Booking, event: prefill_pb2.PrefillEvent) -> None:
         self._timeline.timings.prefill_queue_s = event.started.queue_s
-        self._num_cached = event.started.cached_tokens
+        num_tokens = len(self._request.engine.prompt_token_ids)
+        self._num_cached = min(event.started.cached_tokens, num_tokens)
         self._answer.cached(self._num_cached)
         self._charge(self._num_cached)
         surplus = self._num_cached - source.num_cached

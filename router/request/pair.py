@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
+from protos import decode_pb2, generation_pb2, prefill_pb2, transfer_pb2, types_pb2
 from router.request.events import (
     BookedWorker,
     CheckLink,
@@ -39,10 +39,12 @@ from runtime.errors import (
     BatonError,
     FieldViolation,
     HandoffError,
+    IncompatiblePeerError,
     InternalError,
     InvalidRequestError,
     PeerLostError,
 )
+from runtime.rpc.message_bounds import MAX_STAGES, MAX_TERMS_BYTES
 
 PrefillEvent = prefill_pb2.PrefillEvent
 DecodeEvent = decode_pb2.DecodeEvent
@@ -131,6 +133,7 @@ class RequestPair:
     # Messages of the prefill worker.
 
     def _started(self, message: PrefillEvent, now_s: float) -> None:
+        _check_size(message.started.terms)
         self.source.move(SourceStep.STARTED)
         self._note(Milestone.STARTED, message)
         self.pool.offer(message.started.terms, now_s)
@@ -140,9 +143,11 @@ class RequestPair:
         self._out.append(EmitScores(self.source.number, message.scored))
 
     def _computed(self, message: PrefillEvent, _: float) -> None:
+        token = message.first_token.token
+        if len(token.token_ids) != 1:
+            raise IllegalEventError(f"a worker sent {len(token.token_ids)} tokens as the first one")
         self.source.computed()
         self._note(Milestone.COMPUTED, message)
-        token = message.first_token.token
         if self._progress.first_token is None:
             self._progress.first_token = token
             self._emit(token, is_decoded=False)
@@ -174,6 +179,7 @@ class RequestPair:
     # Messages of the decode pool.
 
     def _destination(self, message: DecodeEvent, _: float) -> None:
+        _check_size(message.destination)
         is_current = self.pool.reserved(message.destination)
         self._note(Milestone.RESERVED)
         if is_current:
@@ -285,7 +291,7 @@ class RequestPair:
 
     def _source_failed(self, error: BatonError) -> None:
         self.pool.lose_source()
-        if isinstance(error, HandoffError):
+        if isinstance(error, HandoffError | IncompatiblePeerError):
             number = self.source.lose_link(error)
             self._out.append(CheckLink(number, self.source.worker, self.pool.worker))
         else:
@@ -297,10 +303,17 @@ class RequestPair:
 
     def _pool_failed(self, error: BatonError, now_s: float) -> PairOutcome:
         if self.pool.is_held:
+            if isinstance(error, IncompatiblePeerError):  # the terms of a replacement are wrong
+                return PoolLost(self.pool.worker, PeerLostError(str(error)), error.reason)
             return PoolLost(self.pool.worker, error, error.reason)
         if self.pool.state is PoolState.ASKED:
             self.pool.declined(error)
             self.source.open()
+        elif isinstance(error, IncompatiblePeerError):
+            # Pairs have equal digests, so that the terms are wrong: another pool cannot take them.
+            self.pool.declined(error)
+            if self.pool.has_source:
+                self._source_failed(error)
         else:
             self.pool.refused(error, now_s)
             self._out.append(NoteRetry(WorkerRole.DECODE, error.reason))
@@ -336,3 +349,16 @@ class RequestPair:
         "tokens": _decoded,
         "finished": _finished,
     }
+
+
+def _check_size(terms: transfer_pb2.SourceTerms | transfer_pb2.DestinationTerms) -> None:
+    """Check that the call to the other worker can carry these terms.
+
+    That call carries those of all requests, and ends if one of its messages is too large.
+
+    Raises:
+        IllegalEventError: it cannot.
+    """
+    size, num_stages = terms.ByteSize(), len(terms.stages)
+    if size > MAX_TERMS_BYTES or num_stages > MAX_STAGES:
+        raise IllegalEventError(f"a worker sent terms of {size} bytes with {num_stages} stages")

@@ -61,19 +61,28 @@ class RequestReservation(Stateful[PoolState, PoolStep]):
         """Return whether the pool holds memory for the request."""
         return self.state in {PoolState.RESERVED, PoolState.DECODING}
 
+    @property
+    def has_source(self) -> bool:
+        """Return whether a prefill worker has started the prompt and is not lost."""
+        return self._source is not None
+
     def ask(self, now_s: float) -> None:
         """Ask the pool to compute the part of the prompt that it lacks; it may decline."""
         self.move(PoolStep.ASK)
         self._open(now_s)
 
     def declined(self, error: BatonError) -> None:
-        """Wait for a source: the pool does not compute the rest of the prompt.
+        """Wait for a source: the pool neither computes the rest of the prompt nor takes its offer.
+
+        A first token of a source with wrong terms may be wrong, too. The pool gets that of the next
+        source, once it is known to equal what the client has.
 
         Raises:
             BatonError: `error`, if it is not retryable.
         """
         self.move(PoolStep.DECLINE)
         self._leave()
+        self._first_token = None
         if not may_retry(error):
             raise error
 

@@ -133,6 +133,8 @@ SOURCE_TRANSITIONS: Transitions[SourceState, SourceStep] = {
 POOL_TRANSITIONS: Transitions[PoolState, PoolStep] = {
     (PoolState.BOOKED, PoolStep.ASK): PoolState.ASKED,
     (PoolState.ASKED, PoolStep.DECLINE): PoolState.BOOKED,
+    # It declines the terms of this source.
+    (PoolState.OFFERED, PoolStep.DECLINE): PoolState.BOOKED,
     (PoolState.ASKED, PoolStep.LOCAL): PoolState.DECODING,
     (PoolState.BOOKED, PoolStep.OPEN): PoolState.OFFERED,
     (PoolState.OFFERED, PoolStep.REFUSE): PoolState.SEARCHING,

@@ -19,6 +19,8 @@ T = TypeVar("T")
 # much as parsing. A chat of 4096 messages that each have a text and a call has 28,673 parts. A
 # number takes at least one byte of a message, four bytes of memory, and 17 ns.
 MAX_PARTS = 1 << 15
+MAX_STAGES = 1024  # processes of a pool that take part in a handoff
+MAX_TERMS_BYTES = 4 << 20  # the terms of a handoff
 MAX_NUMBERS = 1 << 21
 # gzip reaches 1000:1, prompts rarely exceed 10:1.
 FREE_INFLATED_BYTES = 64 << 10

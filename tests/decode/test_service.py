@@ -324,9 +324,7 @@ async def test_a_new_source_that_is_refused_leaves_the_old_epoch_to_drain(
 async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Arrivals) -> None:
     stream, session_id = await to_landed(pools)
     stream.send(first_token(tiny(HYBRID).facts.vocab_size))
-    with pytest.raises(
-        InvalidRequestError, match=r"first_token: token id .* is outside the vocabulary"
-    ):
+    with pytest.raises(HandoffError, match=r"first_token: token id .* is outside the vocabulary"):
         await stream.ended()
     assert pools.next_batch() is None
     await assert_gone(pools, session_id)

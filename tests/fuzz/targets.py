@@ -32,6 +32,7 @@ from runtime.config import load
 from runtime.errors import (
     BatonError,
     ConfigError,
+    IncompatiblePeerError,
     IntegrityError,
     InternalError,
     InvalidRequestError,
@@ -320,19 +321,19 @@ TARGETS = {
             "ucx_address",
             lambda numbers: frame_address(numbers.randbytes(40)),
             unframe_address,
-            (PeerLostError,),
+            (ValueError,),
         ),
         Target(
             "source_terms",
             _always(codec.source_to_proto(_SOURCE)),
             _read_source,
-            (DecodeError, InvalidRequestError),
+            (DecodeError, IncompatiblePeerError),
         ),
         Target(
             "destination_terms",
             _always(codec.destination_to_proto(_DESTINATION)),
             _read_destination,
-            (DecodeError, InvalidRequestError),
+            (DecodeError, IncompatiblePeerError),
         ),
         Target(
             "session_event",

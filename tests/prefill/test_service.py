@@ -42,7 +42,7 @@ from runtime.errors import (
     CapacityError,
     DeadlineError,
     HandoffError,
-    InvalidRequestError,
+    IncompatiblePeerError,
     PeerLostError,
     UnavailableError,
 )
@@ -221,7 +221,7 @@ async def test_a_pool_that_does_not_decode_keeps_no_prompt_in_place() -> None:
         assert (await stream.next()).started.terms.request_key == 0
         destination = transfer_pb2.DestinationTerms(session_id="s", in_place=True)
         stream.send(pb.PrefillInput(destination=destination))
-        with pytest.raises(InvalidRequestError, match="in_place: this pool does not decode"):
+        with pytest.raises(IncompatiblePeerError, match="in_place: this pool does not decode"):
             await stream.ended()
 
 

@@ -24,7 +24,13 @@ from prefill.prompts import FirstToken, PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.digests import block_names
-from runtime.errors import CapacityError, HandoffError, InvalidRequestError, PeerLostError
+from runtime.errors import (
+    CapacityError,
+    HandoffError,
+    IncompatiblePeerError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from tests.decode.test_prefix_cache import PAGE, generated_after
 from tests.support.pool.cache_rig import CacheMachine, CacheRig
 from worker.chunk_budget import ChunkBudget
@@ -233,7 +239,7 @@ class AggregatedHistories(CacheMachine):
             return
         try:
             self.rig.expect(task, min(replayed, task.request.max_tokens - 1))
-        except (CapacityError, InvalidRequestError, HandoffError):
+        except (CapacityError, IncompatiblePeerError, InvalidRequestError, HandoffError):
             return
 
     @rule(place=st.integers(0, 40))
@@ -329,7 +335,7 @@ def test_only_the_own_prompt_is_gone_on_with() -> None:
     finish(rig)
     for other in (asked(range(1, 11), salt="a"), asked(range(10), salt="b")):
         other.key = task.key
-        with pytest.raises(InvalidRequestError, match="is the prompt of another request"):
+        with pytest.raises(IncompatiblePeerError, match="is the prompt of another request"):
             rig.expect(other, 0)
     gone = asked(range(10), salt="a")
     gone.key = task.key

@@ -3,9 +3,12 @@
 Invalid values of a peer are rejected here by field.
 """
 
+from collections.abc import Sequence
+
 from engine.core.layer_range import LayerRange, TensorRank
 from protos import pipeline_pb2, transfer_pb2
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.errors import FieldViolation, IncompatiblePeerError, InvalidRequestError
+from runtime.rpc.message_bounds import MAX_STAGES
 from transfer.plan.handoff_terms import (
     DestinationTerms,
     SourceTerms,
@@ -16,6 +19,7 @@ from transfer.plan.handoff_terms import (
 from transfer.transport.authenticator import KEY_BYTES
 
 MAX_ID_CHARS = 64  # of sessions
+MAX_TEXT_CHARS = 8192  # of a pool's compatibility
 _STATE_TO_WIRE = {
     StageSessionState.OPEN: pipeline_pb2.STAGE_SESSION_STATE_OPEN,
     StageSessionState.COMPLETE: pipeline_pb2.STAGE_SESSION_STATE_COMPLETE,
@@ -39,21 +43,17 @@ def endpoint_to_proto(endpoint: StageEndpoint) -> transfer_pb2.StageEndpoint:
 def endpoint_from_proto(message: transfer_pb2.StageEndpoint) -> StageEndpoint:
     """Return the endpoint in a message.
 
-    Raises InvalidRequestError if the layer range is reversed or the rank is outside its stage.
+    Raises IncompatiblePeerError if the layer range is reversed or the rank is outside its stage.
     """
     if message.first_layer > message.end_layer:
-        raise InvalidRequestError(
-            FieldViolation(
-                "stages.end_layer",
-                f"must be at least first_layer {message.first_layer}, got {message.end_layer}",
-            )
+        raise IncompatiblePeerError(
+            f"stages.end_layer must be at least first_layer {message.first_layer}, "
+            f"got {message.end_layer}"
         )
     tensor = TensorRank(message.tensor_rank, message.tensor_size or 1)
     if tensor.rank >= tensor.size:
-        raise InvalidRequestError(
-            FieldViolation(
-                "stages.tensor_rank", f"must be below tensor_size {tensor.size}, got {tensor.rank}"
-            )
+        raise IncompatiblePeerError(
+            f"stages.tensor_rank must be below tensor_size {tensor.size}, got {tensor.rank}"
         )
     return StageEndpoint(
         LayerRange(message.first_layer, message.end_layer),
@@ -61,6 +61,14 @@ def endpoint_from_proto(message: transfer_pb2.StageEndpoint) -> StageEndpoint:
         message.incarnation,
         tensor,
     )
+
+
+def _endpoints(
+    side: str, messages: Sequence[transfer_pb2.StageEndpoint]
+) -> tuple[StageEndpoint, ...]:
+    if len(messages) > MAX_STAGES:
+        raise IncompatiblePeerError(f"{side}.stages: at most {MAX_STAGES}, got {len(messages)}")
+    return tuple(map(endpoint_from_proto, messages))
 
 
 def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
@@ -76,14 +84,15 @@ def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
         sends_rest=source.sends_rest,
         request_key=source.request_key,
         is_loan=source.is_loan,
+        content=source.content,
     )
 
 
 def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
     """Return the source terms in a message.
 
-    Raises InvalidRequestError naming the field if a size is zero or the pages do not hold the
-    tokens.
+    Raises IncompatiblePeerError naming the field if a size is zero, the pages do not hold the
+    tokens, or a list or text is too long.
     """
     for name, value in (
         ("page_size", message.page_size),
@@ -91,17 +100,20 @@ def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
         ("chunk_tokens", message.chunk_tokens),
     ):
         if value < 1:
-            raise InvalidRequestError(
-                FieldViolation(f"source.{name}", f"must be at least 1, got {value}")
+            raise IncompatiblePeerError(f"source.{name} must be at least 1, got {value}")
+    for name, text in (
+        ("compatibility", message.compatibility),
+        ("compatibility_text", message.compatibility_text),
+    ):
+        if len(text) > MAX_TEXT_CHARS:
+            raise IncompatiblePeerError(
+                f"source.{name} must have at most {MAX_TEXT_CHARS} characters, got {len(text)}"
             )
     num_pages = -(-message.num_tokens // message.page_size)
     if len(message.page_ids) != num_pages:
-        raise InvalidRequestError(
-            FieldViolation(
-                "source.page_ids",
-                f"{message.num_tokens} tokens in pages of {message.page_size} need {num_pages} pages, "
-                f"got {len(message.page_ids)}",
-            )
+        raise IncompatiblePeerError(
+            f"source.page_ids: {message.num_tokens} tokens in pages of {message.page_size} need "
+            f"{num_pages} pages, got {len(message.page_ids)}"
         )
     return SourceTerms(
         compatibility=message.compatibility,
@@ -111,10 +123,11 @@ def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
         chunk_tokens=message.chunk_tokens,
         page_ids=tuple(message.page_ids),
         slot_id=message.slot_id,
-        stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
+        stages=_endpoints("source", message.stages),
         sends_rest=message.sends_rest,
         request_key=message.request_key,
         is_loan=message.is_loan,
+        content=message.content,
     )
 
 
@@ -136,20 +149,17 @@ def destination_to_proto(destination: DestinationTerms) -> transfer_pb2.Destinat
 def destination_from_proto(message: transfer_pb2.DestinationTerms) -> DestinationTerms:
     """Return the destination terms in a message.
 
-    Raises InvalidRequestError if the id of the session or the key has the wrong length.
+    Raises IncompatiblePeerError naming the field if the id of the session or the key has the wrong
+    length, or there are too many stages.
     """
     if not 0 < len(message.session_id) <= MAX_ID_CHARS:
-        raise InvalidRequestError(
-            FieldViolation(
-                "destination.session_id",
-                f"must have 1 to {MAX_ID_CHARS} characters, got {len(message.session_id)}",
-            )
+        raise IncompatiblePeerError(
+            f"destination.session_id must have 1 to {MAX_ID_CHARS} characters, "
+            f"got {len(message.session_id)}"
         )
     if len(message.key) != KEY_BYTES:
-        raise InvalidRequestError(
-            FieldViolation(
-                "destination.key", f"must have {KEY_BYTES} bytes, got {len(message.key)}"
-            )
+        raise IncompatiblePeerError(
+            f"destination.key must have {KEY_BYTES} bytes, got {len(message.key)}"
         )
     return DestinationTerms(
         session_id=message.session_id,
@@ -157,7 +167,7 @@ def destination_from_proto(message: transfer_pb2.DestinationTerms) -> Destinatio
         tag_base=message.tag_base,
         page_ids=tuple(message.page_ids),
         slot_id=message.slot_id,
-        stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
+        stages=_endpoints("destination", message.stages),
         plan_digest=message.plan_digest,
         key=message.key,
         with_draft=message.with_draft,

@@ -8,7 +8,7 @@ from engine.memory.layout import CacheKind, CacheSpec, travelling
 from runtime.digests import Compatibility, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Must be increased with every change of the copy plan, the tags, the trailer or the
 authenticators.
 """

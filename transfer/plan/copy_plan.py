@@ -170,6 +170,7 @@ class CopyPlan:
             destination.epoch,
             destination.tag_base,
             source.compatibility,
+            source.content,
             source.num_tokens,
             source.page_size,
             source.chunk_tokens,

@@ -31,7 +31,8 @@ class SourceTerms:
     so that an item can be sent as soon as its chunk has passed its layer. `sends_rest`: pages that
     the destination has cached need not be sent. `request_key` names the prompt for a pool that
     decodes what it has prefilled itself; 0 if it only prefills. `is_loan`: these are cached blocks
-    without a request, so that nothing of a draft's first proposal is sent.
+    without a request, so that nothing of a draft's first proposal is sent. `content` identifies the
+    tokens: `prompt_digest` of a prompt, or the name of the last block of a loan.
     """
 
     compatibility: str
@@ -45,6 +46,7 @@ class SourceTerms:
     sends_rest: bool = False
     request_key: int = 0
     is_loan: bool = False
+    content: bytes = b""
 
 
 @dataclass(frozen=True)

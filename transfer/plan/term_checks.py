@@ -7,6 +7,8 @@ from engine.memory.layout import CacheSpec
 from runtime.errors import IncompatiblePeerError
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 
+_MAX_SHOWN = 64  # stages in a message
+
 
 def check_pages(source: SourceTerms, destination: DestinationTerms) -> None:
     num_pages = -(-source.num_tokens // source.page_size)
@@ -22,6 +24,25 @@ def check_pages(source: SourceTerms, destination: DestinationTerms) -> None:
             raise IncompatiblePeerError(
                 f"{side}.page_ids names page {min(page_ids)}; pages start at 1"
             )
+
+
+def check_content(source: SourceTerms, num_tokens: int, content: bytes) -> None:
+    """Check that the source offers the state of these tokens, and not of others.
+
+    A mix-up of two requests anywhere before would make one the other's answer.
+
+    Raises:
+        IncompatiblePeerError: it does not.
+    """
+    if source.num_tokens != num_tokens:
+        raise IncompatiblePeerError(
+            f"source.num_tokens: {source.num_tokens} differs from the prompt's {num_tokens} tokens"
+        )
+    if source.content != content:
+        raise IncompatiblePeerError(
+            f"source.content is {source.content[:16].hex() or 'empty'}, not {content.hex()}: it offers "
+            "other tokens than those of the request"
+        )
 
 
 def check_held(source: SourceTerms, destination: DestinationTerms) -> None:
@@ -59,14 +80,17 @@ def check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[Cac
         raise IncompatiblePeerError(
             f"{side}.stages have different numbers of ranks (--tp): {sorted(sizes)}"
         )
-    ranks = range(size := sizes.pop())
+    if (size := sizes.pop()) > len(stages):
+        raise IncompatiblePeerError(
+            f"{side}.stages: {len(stages)} processes cannot be {size} ranks (--tp) of a stage"
+        )
     for layer_id in sorted({spec.layer_id for spec in specs}):
         owners = Counter(stage.tensor.rank for stage in stages if layer_id in stage.layers)
-        wrong = [rank for rank in ranks if owners[rank] != 1]
+        wrong = [rank for rank in range(size) if owners[rank] != 1]
         if wrong:
             found = ", ".join(
                 f"{stage.layers}" + (f" (rank {stage.tensor.rank})" if size > 1 else "")
-                for stage in stages
+                for stage in stages[:_MAX_SHOWN]
             )
             raise IncompatiblePeerError(
                 f"{side}.stages {found}: layer {layer_id} is on {owners[wrong[0]]} stages, "

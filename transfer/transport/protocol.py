@@ -145,6 +145,7 @@ class Transport(Protocol):
         """Return the connection to this address, existing or new, without waiting for the peer.
 
         Raises:
+            IncompatiblePeerError: it is not the address of a transport.
             PeerLostError: the address is not usable here.
         """
         ...

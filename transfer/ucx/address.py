@@ -2,8 +2,6 @@
 
 import xxhash
 
-from runtime.errors import PeerLostError
-
 _DIGEST_BYTES = 8
 
 
@@ -13,9 +11,9 @@ def frame_address(raw: bytes) -> bytes:
 
 
 def unframe_address(address: bytes) -> bytes:
-    """Return the address for UCX. Raises PeerLostError if `frame_address` did not make it."""
+    """Return the address for UCX. Raises ValueError if `frame_address` did not make it."""
     digest = address[:_DIGEST_BYTES]
     raw = address[_DIGEST_BYTES:]
     if not raw or xxhash.xxh3_64_digest(raw) != digest:
-        raise PeerLostError(f"{len(address)} bytes are not the address of a UCX worker")
+        raise ValueError(f"{len(address)} bytes are not the address of a UCX worker")
     return raw

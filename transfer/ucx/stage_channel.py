@@ -288,7 +288,7 @@ class UcxStageChannel:
             return self._worker.create_endpoint_from_worker_address(
                 self._ucx.address(unframe_address(address)), endpoint_error_handling=True
             )
-        except self._ucx.error as error:
+        except (self._ucx.error, ValueError) as error:
             raise PeerLostError(f"cannot connect to a stage: {error}") from error
 
     def _dispatch(self) -> bool:

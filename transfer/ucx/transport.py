@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
-from runtime.errors import BatonError, HandoffError, PeerLostError
+from runtime.errors import BatonError, HandoffError, IncompatiblePeerError, PeerLostError
 from transfer.transport.binding import ANYWHERE, NetworkBinding
 from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup
@@ -124,7 +124,10 @@ class UcxTransport:
             return peer
         if peer is not None:
             self.close_peer(peer)
-        raw = unframe_address(address)
+        try:
+            raw = unframe_address(address)
+        except ValueError as error:
+            raise IncompatiblePeerError(str(error)) from None
         try:
             with self._sockets.connecting():
                 endpoint = self._worker.create_endpoint_from_worker_address(

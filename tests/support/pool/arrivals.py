@@ -7,7 +7,7 @@ Nothing computes: tests check what the scheduler would run, and which memory is 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from prometheus_client import CollectorRegistry
@@ -34,7 +34,7 @@ from pool.stage.pool_size import PoolSize
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
-from runtime.digests import Compatibility
+from runtime.digests import Compatibility, prompt_digest
 from runtime.observe.metrics.caches import CacheMetrics
 from runtime.observe.metrics.handoffs import ArrivalMetrics
 from testing.memory_transport import MemoryNetwork
@@ -144,7 +144,8 @@ class Arrivals:
     router: SharedCall[pb.DecodeInput, pb.DecodeEvent] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.terms = self.source.terms(SOURCE_PAGES, len(PROMPT))
+        terms = self.source.terms(SOURCE_PAGES, len(PROMPT))
+        self.terms = replace(terms, content=prompt_digest(PROMPT))
         self.router = decode_call(self.service.Serve)
 
     def metric(self, name: str, **labels: str) -> float:

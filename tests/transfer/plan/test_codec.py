@@ -4,7 +4,7 @@ import pytest
 
 from engine.core.layer_range import LayerRange
 from protos import pipeline_pb2, transfer_pb2
-from runtime.errors import InvalidRequestError
+from runtime.errors import IncompatiblePeerError, InvalidRequestError
 from transfer.plan import codec
 from transfer.plan.handoff_terms import (
     DestinationTerms,
@@ -48,7 +48,7 @@ def test_reports_survive_the_wire(state: StageSessionState) -> None:
 def test_zero_sizes_are_refused(field: str, value: int) -> None:
     message = codec.source_to_proto(SOURCE)
     setattr(message, field, value)
-    with pytest.raises(InvalidRequestError, match=rf"source\.{field}: must be at least 1, got 0"):
+    with pytest.raises(IncompatiblePeerError, match=rf"source\.{field} must be at least 1, got 0"):
         codec.source_from_proto(message)
 
 
@@ -56,20 +56,20 @@ def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
     message = codec.source_to_proto(SOURCE)
     message.page_ids.append(5)
     with pytest.raises(
-        InvalidRequestError, match=r"source\.page_ids: 9 tokens in pages of 4 need 3 pages, got 4"
+        IncompatiblePeerError, match=r"source\.page_ids: 9 tokens in pages of 4 need 3 pages, got 4"
     ):
         codec.source_from_proto(message)
 
 
 def test_a_reversed_layer_range_is_refused() -> None:
     with pytest.raises(
-        InvalidRequestError, match=r"stages\.end_layer: must be at least first_layer 5, got 4"
+        IncompatiblePeerError, match=r"stages\.end_layer must be at least first_layer 5, got 4"
     ):
         codec.endpoint_from_proto(transfer_pb2.StageEndpoint(first_layer=5, end_layer=4))
 
 
 def test_destination_terms_need_a_session_and_a_report_a_known_state() -> None:
-    with pytest.raises(InvalidRequestError, match="session_id"):
+    with pytest.raises(IncompatiblePeerError, match="session_id"):
         codec.destination_from_proto(transfer_pb2.DestinationTerms())
     with pytest.raises(InvalidRequestError, match="unknown state 0"):
         codec.event_from_proto(pipeline_pb2.StageSession(session_id="s"))

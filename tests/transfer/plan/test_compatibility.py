@@ -120,7 +120,7 @@ def test_a_pool_of_tensor_parallel_shards_is_refused_s4_8(
 
 def test_the_text_groups_equal_layers() -> None:
     assert MINE.text == (
-        "schema 7, config unknown, weights abcdef012345, kept as model, numerics exact, arithmetic any, page size 4, "
+        "schema 8, config unknown, weights abcdef012345, kept as model, numerics exact, arithmetic any, page size 4, "
         "max context the model's, "
         "layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
         "layers 1,3: kv (2, 2, 4, 8) bfloat16"

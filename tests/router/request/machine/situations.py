@@ -14,6 +14,7 @@ from runtime.errors import (
     DrainingError,
     FieldViolation,
     HandoffError,
+    IncompatiblePeerError,
     InvalidRequestError,
     PeerLostError,
     StalledError,
@@ -230,6 +231,7 @@ def _next(world: World) -> int:
 
 
 INVALID = InvalidRequestError(FieldViolation("prompt", "is bad"))
+OTHER_TERMS = IncompatiblePeerError("other tokens")
 FULL = CapacityError("full", resource="pages")
 MESSAGES: Mapping[str, tuple[Callable[[World], int], Build]] = {
     "started": (source, _received(w.started, source)),
@@ -251,11 +253,13 @@ EVENTS: Mapping[str, Build] = {
     "source_drained": lambda world: lose(world, source(world), DrainingError("drains")),
     "source_refused": lambda world: lose(world, source(world), INVALID),
     "source_unlinked": lambda world: lose(world, source(world), HandoffError("no link")),
+    "source_declined": lambda world: lose(world, source(world), OTHER_TERMS),
     "pool_dead": lambda world: lose(world, pool(world)),
     "pool_drained": lambda world: lose(world, pool(world), DrainingError("drains")),
     "pool_stalled": lambda world: lose(world, pool(world), StalledError("stalled")),
     "pool_full": lambda world: lose(world, pool(world), FULL),
     "pool_refused": lambda world: lose(world, pool(world), INVALID),
+    "pool_declined": lambda world: lose(world, pool(world), OTHER_TERMS),
     "overdue": lambda world: world.on(ev.ReplyOverdue()),
     "found_source": _found(ev.SearchPrefill, "prefill"),
     "no_source": _failed(ev.SearchPrefill),
@@ -276,6 +280,7 @@ _FAILS = {
         "source_drained": f"searching/{state}",
         "source_refused": "end:INVALID_REQUEST",
         "source_unlinked": f"link_failed/{state}",
+        "source_declined": f"link_failed/{state}",
     }
     for state in ("booked", "offered", "searching", "reserved")
 }
@@ -287,6 +292,7 @@ _REFUSES = {
         "pool_stalled": f"{state}/searching",
         "pool_full": f"{state}/searching",
         "pool_refused": "end:INVALID_REQUEST",
+        "pool_declined": "link_failed/booked" if state.startswith("comput") else f"{state}/booked",
     }
     for state in ("queued", "computing", "computed", "searching", "link_failed")
 }
@@ -297,6 +303,7 @@ _LOST = {
     "pool_stalled": "migrating",
     "pool_full": "end:OUT_OF_CAPACITY",
     "pool_refused": "end:INVALID_REQUEST",
+    "pool_declined": "migrating",
 }
 _CHECKED = {
     state: {"fed": f"searching/{state}", "unfed": "migrating"}
@@ -310,6 +317,7 @@ _ENDS_UNHEARD = {
     "source_drained": "=",
     "source_refused": "=",
     "source_unlinked": "=",
+    "source_declined": "=",
 }
 
 EXPECTED: Mapping[Build, tuple[str, Mapping[str, str]]] = {
@@ -498,6 +506,7 @@ EXPECTED: Mapping[Build, tuple[str, Mapping[str, str]]] = {
             "pool_stalled": "queued/booked",
             "pool_full": "queued/booked",
             "pool_refused": "end:INVALID_REQUEST",
+            "pool_declined": "queued/booked",
         },
     ),
     declined: ("queued/booked", {"started": "computing/offered", **_FAILS["booked"]}),
