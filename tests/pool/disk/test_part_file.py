@@ -113,3 +113,40 @@ def test_an_unfinished_file_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         write_part(tmp_path / "page", LAYOUT, NAME, RECORDS)
     assert [file.name for file in tmp_path.iterdir()] == ["page"]
+
+
+def damaged(mine: bytes, theirs: bytes) -> bytes:
+    """Return a file damaged in one of the ways that crashes, disks and mix-ups know."""
+    at, until = sorted(DICE.choices(range(len(mine)), k=2))
+    match DICE.randrange(6):
+        case 0:  # torn
+            return mine[:at]
+        case 1:  # torn, and the rest never written
+            return mine[:at] + bytes(len(mine) - at)
+        case 2:  # flipped
+            data = bytearray(mine)
+            for _ in range(DICE.randint(1, 4)):
+                data[DICE.randrange(len(data))] ^= 1 << DICE.randrange(8)
+            return bytes(data)
+        case 3:  # part of another block's file
+            return mine[:at] + theirs[at:until] + mine[until:]
+        case 4:  # bytes lost in the middle
+            return mine[:at] + mine[until:] + bytes(until - at)
+        case _:  # another block's file
+            return theirs
+
+
+@pytest.mark.long
+def test_none_of_100_000_damaged_files_is_used(path: Path) -> None:
+    other = path.with_name("other")
+    records = [memoryview(bytearray(DICE.randbytes(len(record)))) for record in RECORDS]
+    write_part(other, LAYOUT, OTHER, records)
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    num_damaged = 0
+    while num_damaged < 100_000:
+        data = damaged(mine, theirs)
+        if data == mine:
+            continue
+        num_damaged += 1
+        path.write_bytes(data)
+        assert is_refused(path), data.hex()
