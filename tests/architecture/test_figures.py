@@ -543,6 +543,7 @@ def test_numbers_are_read_in_every_notation(
         ("BatonPipelineIdle", "> 0.5", "more than half of the time"),
         ("BatonProcessDown", "[1h]", "within the hour"),
         ("BatonQuotaSpent", "> 0.1", "More than a tenth of a request per second"),
+        ("BatonCacheMispredicted", "> 0.25", "More than a quarter of the prompts"),
         ("BatonDraftsRejected", "< 0.05", "Fewer than one drafted token in twenty"),
     ],
 )

@@ -62,13 +62,22 @@ def test_autoscalers_use_metrics_that_exist() -> None:
 def test_label_values_in_rules_are_those_of_the_code() -> None:
     text = (ALERTS / "rules.yaml").read_text()
     assert set(re.findall(r'state="(\w+)"', text)) == {"usable"}
-    assert set(re.findall(r'outcome="(\w+)"', text)) == {"failed"}
-    router = DEPLOY.parent / "router"
-    flow, directory = (
-        (router / name).read_text() for name in ("request/flow.py", "workers/directory.py")
+    assert set(re.findall(r'outcome="(\w+)"', text)) == {"failed", "fewer"}
+    assert set(re.findall(r'result="(\w+)"', text)) == {"failed"}
+    root = DEPLOY.parent
+    flow, directory, notes, adapters = (
+        (root / name).read_text()
+        for name in (
+            "router/request/flow.py",
+            "router/workers/directory.py",
+            "router/request/notes.py",
+            "pool/request/adapter_memory.py",
+        )
     )
     assert '.ended("failed")' in flow
     assert '"usable"' in directory
+    assert '"fewer"' in notes
+    assert '.loads.labels("failed")' in adapters
 
 
 def test_every_alert_fires_and_clears_in_a_test() -> None:

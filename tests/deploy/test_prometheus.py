@@ -15,6 +15,7 @@ the dashboards one is rendered, or all if the pictures are to be kept.
 import asyncio
 import math
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -24,11 +25,14 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from baton.adapters import change_adapters
 from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
 from decode.worker import DecodeRole
+from pool.prefix.cache import PrefixCache
+from pool.prefix.tree import Found
 from prefill.worker import PrefillRole
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
 from runtime.errors import BatonError
@@ -194,6 +198,8 @@ async def lab_troubles(
         await watch.until_fired("lab", "BatonQuotaSpent")
     lab.limit_clients(PLENTY)
 
+    await _misled(lab, watch)
+
     DamagingUcx.armed = True
     async with load(lab.client, clients=2, prompt=70, tokens=4):
         await watch.until_fired(
@@ -218,6 +224,22 @@ async def lab_troubles(
     await watch.until_fired("lab", "BatonProcessDown")
     await lab.start_worker("decode", DecodeRole())
     await lab.until_serving()
+
+
+async def _misled(lab: Laboratory, watch: Watch) -> None:
+    """Let workers find nothing of what they have cached, and have told the router."""
+    query = replace(as_query(make_questions(1, seed=3)[0]), prompt=tuple(range(3, 143)))
+    await lab.client.complete(query, timeout_s=60)
+
+    async def ask_on() -> None:
+        while True:
+            await _ask(lab.client, query)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixCache, "find", lambda *_: Found())
+        asking = asyncio.create_task(ask_on())
+        await watch.until_fired("lab", "BatonCacheMispredicted")
+        asking.cancel()
 
 
 async def _refused_handshakes(lab: Laboratory, count: int) -> None:
@@ -320,6 +342,8 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
         await _use_disk(shop, tmp_path / "disk")
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch.run())
+            await _fail_to_load(shop, checkpoint, adapters)
+            await watch.until_fired("shop", "BatonAdapterLoadsFail")
             await shop_troubles(shop, watch)
             await lab_troubles(lab, server, watch, targets)
             watching.cancel()
@@ -352,6 +376,19 @@ async def _use_adapters(shop: RunningCluster, checkpoint: Path, folder: Path) ->
         while "second" not in (await shop.client.model_info()).adapters:
             pass
     await shop.client.complete(as_query(replace(question, adapter="second")), timeout_s=60)
+
+
+async def _fail_to_load(shop: RunningCluster, checkpoint: Path, folder: Path) -> None:
+    """Ask for an adapter of another model."""
+    weights = write_adapter(folder / "foreign", checkpoint, seed=3) / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file(
+        {name: tensor[:-1] if "lora_B" in name else tensor for name, tensor in tensors.items()},
+        weights,
+    )
+    answers = await change_adapters(shop.cluster.address, ChannelSecurity(), load="foreign")
+    assert all("is for another model" in answer.error for answer in answers), answers
+    shutil.rmtree(folder / "foreign")  # workers do not start with it
 
 
 async def _use_disk(shop: RunningCluster, folder: Path) -> None:
