@@ -103,7 +103,9 @@ class OwnPrompts:
             request.cache_salt,
             request.adapter,
         ):
-            raise IncompatiblePeerError(f"source.request_key: {key} is the prompt of another request")
+            raise IncompatiblePeerError(
+                f"source.request_key: {key} is the prompt of another request"
+            )
         self._prompts[key] = _OwnPrompt(
             request, emit, blocks, compatibility, deadline, key, tuple(replayed)
         )
