@@ -361,4 +361,7 @@ def _check_size(terms: transfer_pb2.SourceTerms | transfer_pb2.DestinationTerms)
     """
     size, num_stages = terms.ByteSize(), len(terms.stages)
     if size > MAX_TERMS_BYTES or num_stages > MAX_STAGES:
-        raise IllegalEventError(f"a worker sent terms of {size} bytes with {num_stages} stages")
+        raise IllegalEventError(
+            f"a worker sent terms of {size} bytes with {num_stages} stages; at most "
+            f"{MAX_TERMS_BYTES} and {MAX_STAGES}"
+        )

@@ -1,5 +1,7 @@
 """The checkpoint served here and its expected output."""
 
+import logging
+
 import pytest
 
 from pool.pulls import puller
@@ -15,3 +17,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whether a prompt is pulled must not depend on how busy this machine is.
     for wait in ("OFFER_S", "LEAST_WAIT_S"):
         monkeypatch.setattr(puller, wait, 60.0)
+
+
+@pytest.fixture(autouse=True)
+def _what_happened(caplog: pytest.LogCaptureFixture) -> None:
+    """Let a failure show why requests were retried, too."""
+    caplog.set_level(logging.INFO)
