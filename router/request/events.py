@@ -294,10 +294,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class NoteRetry:
-    """Count a retry of a role, with the reason of the failed attempt."""
+    """Count a retry of a role, with the reason of the failed attempt; log its error."""
 
     role: WorkerRole
     reason: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class RequestFlow:
             ev.Emit: self._emit,
             ev.EmitScores: self._emit_scores,
             ev.Note: self._note,
-            ev.NoteRetry: lambda retry: self._timeline.retried(retry.role, retry.reason),
+            ev.NoteRetry: self._timeline.retried,
             ev.NoteMigration: self._note_migration,
             ev.End: self._stop,
         }

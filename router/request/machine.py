@@ -177,7 +177,8 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         self._pair = RequestPair(event, self._progress, self._limits, self._out)
         self._pair.start(now_s)
         if migration is not None:
-            self._out.append(NoteRetry(WorkerRole.DECODE, migration.retry_reason))
+            reason, error = migration.retry_reason, str(migration.error)
+            self._out.append(NoteRetry(WorkerRole.DECODE, reason, error))
 
     @property
     def _awaited(self) -> int:

@@ -299,7 +299,7 @@ class RequestPair:
 
     def _replace_source(self, error: BatonError) -> None:
         self.source.fail(error, self.pool.worker)
-        self._out.append(NoteRetry(WorkerRole.PREFILL, error.reason))
+        self._out.append(NoteRetry(WorkerRole.PREFILL, error.reason, str(error)))
 
     def _pool_failed(self, error: BatonError, now_s: float) -> PairOutcome:
         if self.pool.is_held:
@@ -316,7 +316,7 @@ class RequestPair:
                 self._source_failed(error)
         else:
             self.pool.refused(error, now_s)
-            self._out.append(NoteRetry(WorkerRole.DECODE, error.reason))
+            self._out.append(NoteRetry(WorkerRole.DECODE, error.reason, str(error)))
         return None
 
     def _emit(self, tokens: types_pb2.TokenChunk, *, is_decoded: bool) -> None:

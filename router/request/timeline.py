@@ -1,11 +1,15 @@
 """The stages of one request as the router saw them, with durations from the workers' reports."""
 
+import logging
 from dataclasses import dataclass, field
 
 from protos import types_pb2
-from router.workers.worker import Booking, WorkerRole
+from router.request.events import NoteRetry
+from router.workers.worker import Booking
 from runtime.clock import Clock
 from runtime.observe.metrics.router import RouterMetrics
+
+logger = logging.getLogger(__name__)
 
 # The stages of a request by metric label.
 STAGES = {
@@ -100,9 +104,10 @@ class Timeline:
         self.num_migrations += 1
         self.metrics.migrations.labels(reason, outcome).inc()
 
-    def retried(self, role: WorkerRole, reason: str) -> None:
+    def retried(self, retry: NoteRetry) -> None:
         self.num_retries += 1
-        self.metrics.retries.labels(role.value, reason).inc()
+        self.metrics.retries.labels(retry.role.value, retry.reason).inc()
+        logger.info("retried", extra={"role": retry.role.value, "reason": retry.error})
 
     def ended(self, outcome: str) -> None:
         """Record the end of the request, with its outcome; only the first call counts."""
