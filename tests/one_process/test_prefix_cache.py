@@ -14,6 +14,7 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
+from router.request.retries import FlowLimits
 from runtime.process.announce import Announcement, read_announcement
 from tests.support.cluster.clusters import scrape
 from tests.support.cluster.one_process import cluster_in_process
@@ -58,7 +59,15 @@ QUESTIONS = (*(turn for turn, *_ in TURNS), *AT_ONCE)
 
 
 async def ask(client: AsyncBatonClient, request: Request) -> Completion:
-    return await client.complete(as_query(request), timeout_s=60)
+    """Ask within the time in which no router gives a worker up.
+
+    A prompt that starts over finds what it has computed itself before.
+    """
+    completion = await client.complete(as_query(request), timeout_s=60)
+    taken_s = completion.finish.timings.total_s
+    if taken_s > FlowLimits.reserve_s:
+        raise TimeoutError(f"{request.request_id} took {taken_s:.3g} s, and may have started over")
+    return completion
 
 
 async def counter(metrics_port: int | None, family: str) -> float:
