@@ -64,7 +64,7 @@ async def ask(client: AsyncBatonClient, request: Request) -> Completion:
     A prompt that starts over finds what it has computed itself before.
     """
     completion = await client.complete(as_query(request), timeout_s=60)
-    taken_s = completion.finish.timings.total_s
+    taken_s = completion.finish.timings.total_s or 0.0
     if taken_s > FlowLimits.reserve_s:
         raise TimeoutError(f"{request.request_id} took {taken_s:.3g} s, and may have started over")
     return completion
