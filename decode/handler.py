@@ -12,6 +12,7 @@ from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
+from pool.request.conversion import in_vocabulary
 from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts
 from pool.request.streams import Inbox, SessionChanged
@@ -62,12 +63,11 @@ class DecodeParts(RequestParts):
 
     def first_token_of(self, message: pb.DecodeInput) -> int:
         """Return the first token of a message that has one. Raises HandoffError."""
-        (token,) = message.first_token.token_ids
         vocab_size = self.plan.description.facts.vocab_size
-        if token >= vocab_size:
-            raise HandoffError(
-                f"first_token: token id {token} is outside the vocabulary of {vocab_size}"
-            )
+        try:
+            (token,) = in_vocabulary("first_token", message.first_token.token_ids, vocab_size)
+        except InvalidRequestError as error:  # of the source, not of the client
+            raise HandoffError(str(error)) from None
         return token
 
     def forget(self, key: int) -> None:

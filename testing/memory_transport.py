@@ -12,10 +12,12 @@ from enum import StrEnum
 
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
-from runtime.errors import BatonError, HandoffError, PeerLostError
+from runtime.errors import BatonError, HandoffError, IncompatiblePeerError, PeerLostError
 from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup, host_bytes
 from transfer.transport.refusals import RefusalReason, Refusals
+
+ADDRESS_PREFIX = b"memory-"
 
 
 class Fault(StrEnum):
@@ -77,7 +79,7 @@ class MemoryNetwork:
     def transport(self, clock: Clock) -> "MemoryTransport":
         """Return a new transport on this network."""
         with self.lock:
-            address = b"memory-%d" % self._next_address
+            address = b"%s%d" % (ADDRESS_PREFIX, self._next_address)
             self._next_address += 1
             self._transports[address] = MemoryTransport(self, address, clock)
             return self._transports[address]
@@ -129,6 +131,8 @@ class MemoryTransport:
         return self._refusals.counts
 
     def connect(self, address: bytes) -> MemoryPeer:
+        if not address.startswith(ADDRESS_PREFIX):
+            raise IncompatiblePeerError(f"{address!r} is not the address of a memory transport")
         with self._network.lock:
             peer = self._peers.get(address)
             if peer is None or not peer.alive:

@@ -24,7 +24,8 @@ client has, as after a migration.
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds. The
 terms of its replacement go to the same reservation, which receives again under its next epoch. The
 first token of the replacement must equal the one already sent. A pair whose handoff failed although
-both workers live is remembered as failed; if no source is left for the pool, the request migrates.
+both workers live, or whose terms one of them declined, is remembered as failed; if no source is
+left for the pool, the request migrates.
 
 If a decode pool is lost or drains after it reserved, the request migrates, too: another pair starts
 over at 2. It recomputes the tokens already sent without sampling or sending them again, and the

@@ -303,9 +303,10 @@ class RequestPair:
 
     def _pool_failed(self, error: BatonError, now_s: float) -> PairOutcome:
         if self.pool.is_held:
-            if isinstance(error, IncompatiblePeerError):  # the terms of a replacement are wrong
-                return PoolLost(self.pool.worker, PeerLostError(str(error)), error.reason)
-            return PoolLost(self.pool.worker, error, error.reason)
+            # Wrong terms of a replacement are no reason to end the request.
+            has_declined = isinstance(error, IncompatiblePeerError)
+            lost = PeerLostError(str(error)) if has_declined else error
+            return PoolLost(self.pool.worker, lost, error.reason)
         if self.pool.state is PoolState.ASKED:
             self.pool.declined(error)
             self.source.open()

@@ -86,6 +86,11 @@ async def offers_another_model(loan: Loan) -> None:
     await loan.offer()
 
 
+async def offers_other_blocks(loan: Loan) -> None:
+    loan.terms.content = bytes(16)
+    await loan.offer()
+
+
 async def offers_other_pages(loan: Loan) -> None:
     loan.terms.page_size *= 2
     await loan.offer()
@@ -163,6 +168,7 @@ ATTACKS = [
     offers_part_of_a_page,
     offers_more_than_was_asked_for,
     offers_another_model,
+    offers_other_blocks,
     offers_other_pages,
     offers_a_page_twice,
     offers_no_stages,

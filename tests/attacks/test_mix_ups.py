@@ -4,30 +4,38 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
 from runtime.errors import InternalError
-from tests.support.cluster.in_the_middle import Attack, attacked_cluster, outcome
+from tests.support.cluster.in_the_middle import (
+    Attack,
+    RouterInput,
+    WorkerEvent,
+    attacked_cluster,
+    outcome,
+)
+
+MessageT = TypeVar("MessageT", RouterInput, WorkerEvent)
 
 
 class MixUp(Attack):
     """Swaps two requests: each gets what the worker has for the other."""
 
     def __init__(self) -> None:
-        self._opened: list[Any] = []
+        self._opened: list[RouterInput] = []
 
-    def input(self, message: Any) -> Iterable[Any]:  # noqa: ANN401 (of either role)
+    def input(self, message: RouterInput) -> Iterable[RouterInput]:
         if len(self._opened) < 2 and message.HasField("open"):
             self._opened.append(message)  # the first one waits for the other
             return self._opened if len(self._opened) == 2 else ()
         return (self._swapped(message),)
 
-    def event(self, message: Any) -> Iterable[Any]:  # noqa: ANN401
+    def event(self, message: WorkerEvent) -> Iterable[WorkerEvent]:
         return (self._swapped(message),)
 
-    def _swapped(self, message: Any) -> Any:  # noqa: ANN401
+    def _swapped(self, message: MessageT) -> MessageT:
         keys = [opened.key for opened in self._opened]
         if len(keys) == 2 and message.key in keys:
             message.key = sum(keys) - message.key

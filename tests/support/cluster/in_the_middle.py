@@ -1,7 +1,7 @@
 """A worker in the middle: between a router and a true worker, it changes what they tell each other."""
 
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import torch
-from google.protobuf.message import Message
 
 from baton.client import AsyncBatonClient
 from baton.retry import NO_RETRY
@@ -23,33 +22,26 @@ from tests.support.cluster.questions import as_query
 from tests.support.cluster.reference import Reference
 from tests.support.models.checkpoints import make_checkpoint
 
-Lie = Callable[[Any], Iterable[Any]]
+RouterInput = prefill_pb2.PrefillInput | decode_pb2.DecodeInput
+WorkerEvent = prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
+Lie = Callable[[Any], Iterable[WorkerEvent]]
+"""What the router gets for an event of a worker, which is of one of the two types."""
 AnyContext = grpc.aio.ServicerContext[bytes, bytes]
-_MESSAGES: dict[str, tuple[type[Message], str, type[Message], str]] = {
-    "/baton.v1.Prefill/Serve": (
-        prefill_pb2.PrefillInputs,
-        "inputs",
-        prefill_pb2.PrefillEvents,
-        "events",
-    ),
-    "/baton.v1.Decode/Serve": (
-        decode_pb2.DecodeInputs,
-        "inputs",
-        decode_pb2.DecodeEvents,
-        "events",
-    ),
+_SERVE = {
+    "/baton.v1.Prefill/Serve": (prefill_pb2.PrefillInputs, prefill_pb2.PrefillEvents),
+    "/baton.v1.Decode/Serve": (decode_pb2.DecodeInputs, decode_pb2.DecodeEvents),
 }
 
 
 class Attack:
     """What happens to messages in the middle; as it is, nothing."""
 
-    def input(self, message: Any) -> Iterable[Any]:  # noqa: ANN401 (of either role)
-        """Return what the worker gets for a `PrefillInput` or a `DecodeInput` of the router."""
+    def input(self, message: RouterInput) -> Iterable[RouterInput]:
+        """Return what the worker gets for an input of the router."""
         return (message,)
 
-    def event(self, message: Any) -> Iterable[Any]:  # noqa: ANN401
-        """Return what the router gets for a `PrefillEvent` or a `DecodeEvent` of the worker."""
+    def event(self, message: WorkerEvent) -> Iterable[WorkerEvent]:
+        """Return what the router gets for an event of the worker."""
         return (message,)
 
 
@@ -74,7 +66,7 @@ class WorkerInTheMiddle(grpc.GenericRpcHandler):
                     method
                 )
                 call = true(
-                    self._changed(method, requests, is_event=False),
+                    self._inputs(method, requests),
                     timeout=timeout,
                     metadata=[
                         (key, value)
@@ -83,29 +75,32 @@ class WorkerInTheMiddle(grpc.GenericRpcHandler):
                     ],
                 )
                 try:
-                    async for event in self._changed(method, aiter(call), is_event=True):
+                    async for event in self._events(method, aiter(call)):
                         yield event
                 except grpc.aio.AioRpcError as error:
                     await context.abort(error.code(), error.details() or "")
 
         return grpc.stream_stream_rpc_method_handler(forward)
 
-    async def _changed(
-        self, method: str, messages: AsyncIterator[bytes], *, is_event: bool
-    ) -> AsyncIterator[bytes]:
+    async def _inputs(self, method: str, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for raw in messages:
-            if method not in _MESSAGES:
+            if method not in _SERVE:
                 yield raw
                 continue
-            inputs, inputs_field, events, events_field = _MESSAGES[method]
-            kind, field = (events, events_field) if is_event else (inputs, inputs_field)
-            change: Callable[[Any], Iterable[Any]] = (
-                self.attack.event if is_event else self.attack.input
-            )
-            batch = kind.FromString(raw)
-            changed = [each for message in getattr(batch, field) for each in change(message)]
-            if changed:
-                yield kind(**{field: changed}).SerializeToString()
+            kind: Any = _SERVE[method][0]
+            inputs = [to for each in kind.FromString(raw).inputs for to in self.attack.input(each)]
+            if inputs:
+                yield kind(inputs=inputs).SerializeToString()
+
+    async def _events(self, method: str, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for raw in messages:
+            if method not in _SERVE:
+                yield raw
+                continue
+            kind: Any = _SERVE[method][1]
+            events = [to for each in kind.FromString(raw).events for to in self.attack.event(each)]
+            if events:
+                yield kind(events=events).SerializeToString()
 
 
 @asynccontextmanager
@@ -131,12 +126,12 @@ class Liar(Attack):
         self._key: int | None = None
         self.num_lies = 0
 
-    def input(self, message: Any) -> Iterable[Any]:  # noqa: ANN401
+    def input(self, message: RouterInput) -> Iterable[RouterInput]:
         if self._key is None and message.HasField("open"):
             self._key = message.key
         return (message,)
 
-    def event(self, message: Any) -> Iterable[Any]:  # noqa: ANN401
+    def event(self, message: WorkerEvent) -> Iterable[WorkerEvent]:
         if message.key != self._key or (self.num_lies and not self._always):
             return (message,)
         given = type(message).FromString(message.SerializeToString())
@@ -151,29 +146,34 @@ def instead_of(kind: str, *sent: str, then: Callable[[Any], object] = lambda _: 
     "same" stands for that event itself, which `then` changes, and "none" for one of no kind.
     """
 
-    def lie(event: Any) -> Sequence[Any]:  # noqa: ANN401
+    def lie(event: WorkerEvent) -> Sequence[WorkerEvent]:
         if event.WhichOneof("event") != kind:
             return (event,)
         then(event)
-        told = []
-        for other in sent:
-            message = type(event)(key=event.key)
-            if isinstance(message, decode_pb2.DecodeEvent):
-                message.position = event.position
-            if other not in {"same", "none"}:
-                getattr(message, other).SetInParent()
-            told.append(event if other == "same" else message)
-        return told
+        return [event if other == "same" else _empty(event, other) for other in sent]
 
     return lie
 
 
-def with_terms(kind: str, change: Callable[[Any], object]) -> Lie:
-    """Return a lie about the terms in the event of a kind."""
+def _empty(event: WorkerEvent, kind: str) -> WorkerEvent:
+    """Return an event of this kind in the place of another."""
+    empty = type(event)(key=event.key)
+    if isinstance(empty, decode_pb2.DecodeEvent) and isinstance(event, decode_pb2.DecodeEvent):
+        empty.position = event.position
+    if kind != "none":
+        getattr(empty, kind).SetInParent()
+    return empty
 
-    def lie(event: Any) -> Sequence[Any]:  # noqa: ANN401
-        if event.HasField(kind):
-            change(event.started.terms if kind == "started" else event.destination)
+
+def with_terms(change: Callable[[Any], object]) -> Lie:
+    """Return a lie about the terms of a worker's side of a handoff."""
+
+    def lie(event: WorkerEvent) -> Sequence[WorkerEvent]:
+        if isinstance(event, decode_pb2.DecodeEvent):
+            if event.HasField("destination"):
+                change(event.destination)
+        elif event.HasField("started"):
+            change(event.started.terms)
         return (event,)
 
     return lie
@@ -213,6 +213,14 @@ class AttackedCluster:
         return await outcome(
             self.client, replace(self.question, request_id=f"q{self.number}"), timeout_s
         )
+
+    async def check_harmless(self, lies: Mapping[str, Lie]) -> None:
+        """Check that no lie changes its request's response or that of the next request."""
+        for name, lie in lies.items():
+            liar = Liar(lie)
+            assert await self.ask(liar, timeout_s=8) == (self.right, None), name
+            assert liar.num_lies, name
+            assert await self.ask(Attack(), timeout_s=8) == (self.right, None), name
 
 
 async def outcome(
