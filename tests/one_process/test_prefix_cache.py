@@ -2,11 +2,13 @@
 cache."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
-from router.request.retries import FlowLimits
+from router.request import timeline
 from runtime.process.announce import Announcement, read_announcement
 from tests.support.cluster.clusters import scrape
 from tests.support.cluster.one_process import cluster_in_process
@@ -58,15 +60,38 @@ AT_ONCE = tuple(
 QUESTIONS = (*(turn for turn, *_ in TURNS), *AT_ONCE)
 
 
-async def ask(client: AsyncBatonClient, request: Request) -> Completion:
-    """Ask within the time in which no router gives a worker up.
+class Retries(logging.Handler):
+    """The reasons for which the router retries requests while this handler is entered."""
 
-    A prompt that starts over finds what it has computed itself before.
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "retried":
+            self.reasons.append(vars(record)["reason"])
+
+    def __enter__(self) -> Self:
+        timeline.logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        timeline.logger.removeHandler(self)
+
+
+async def ask(client: AsyncBatonClient, request: Request) -> Completion:
+    """Return the response to a request that did not start over.
+
+    A prompt that starts over finds what it has computed itself before, so that no count of reused
+    tokens is as expected. No worker fails here: a retry means that this machine stood still.
+
+    Raises:
+        TimeoutError: The router retried a request meanwhile.
     """
-    completion = await client.complete(as_query(request), timeout_s=60)
-    taken_s = completion.finish.timings.total_s or 0.0
-    if taken_s > FlowLimits.reserve_s:
-        raise TimeoutError(f"{request.request_id} took {taken_s:.3g} s, and may have started over")
+    with Retries() as retries:
+        completion = await client.complete(as_query(request), timeout_s=60)
+    if retries.reasons:
+        raise TimeoutError(f"{request.request_id} started over: {'; '.join(retries.reasons)}")
     return completion
 
 
