@@ -1,8 +1,5 @@
-"""Open-loop load: arrivals do not depend on responses, except for later turns of conversations.
+"""Outcomes and figures of a load, which `baton.load_run` sends.
 
-    planned = plan(100, Arrivals(rate=4), shape, seed=0)
-    outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of
-    arrival
     figures = summarize(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
 
 TTFT is the time from sending to the first token. TPOT is (last - first) / (tokens - 1). ITL is the
@@ -12,30 +9,17 @@ A request that this process sent late, because it was busy, shows that in `lag_s
 small against the other figures, the load generator was measured.
 """
 
-import asyncio
 import math
 import statistics
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, Self, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
-from baton.values import Event, Finish, ModelInfo, Query, Timings, Usage
-from runtime.errors import BatonError
+from baton.values import Timings
 
-TIMEOUT_S = 60.0
+SINGLE_TURNS = 8  # turns with figures of their own
 _UNITS = {"ms": 1e-3, "s": 1.0}
-
-
-class Endpoint(Protocol):
-    """Target of a load: `AsyncBatonClient` or `AsyncVllmEngineClient`."""
-
-    async def model_info(self) -> ModelInfo: ...
-
-    def generate(
-        self, query: Query, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True)
@@ -80,28 +64,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class LoadConversation:
-    """Requests of one user, one after the other.
-
-    The prompt of a later turn is the one before it, its response, and the next of `new_token_ids`.
-    With later turns the prompt of `first` must be token ids.
-    """
-
-    first: Query
-    new_token_ids: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def num_turns(self) -> int:
-        return 1 + len(self.new_token_ids)
-
-    def next_query(self, turn: int, before: Query, response: Sequence[int]) -> Query:
-        """Return the query of a later turn, from the one before it and its response."""
-        assert isinstance(before.prompt, tuple)
-        prompt = (*before.prompt, *response, *self.new_token_ids[turn - 1])
-        return replace(before, prompt=cast(tuple[int, ...], prompt))
-
-
-@dataclass(frozen=True)
 class Slo:
     """Limits that a request must meet to count as good."""
 
@@ -133,21 +95,6 @@ class Slo:
         if outcome.error is not None or outcome.ttft_s is None:
             return False
         return outcome.ttft_s <= self.ttft_s and (outcome.tpot_s or 0.0) <= self.tpot_s
-
-
-@dataclass
-class Progress:
-    """Progress of a run."""
-
-    num_total: int
-    num_sent: int = 0
-    num_done: int = 0
-    num_failed: int = 0
-    num_tokens: int = 0
-
-    @property
-    def num_open(self) -> int:
-        return self.num_sent - self.num_done - self.num_failed
 
 
 def goodput(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> float:
@@ -208,117 +155,25 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
 
 
 def by_turn(outcomes: Sequence[Outcome]) -> list[dict[str, float | None]]:
-    """Return the figures of each turn of the conversations, in order."""
+    """Return the figures of the turns of conversations, in order.
+
+    Each of the first turns has its own; later ones are in groups of 8, 16, 32 and so on.
+    """
     figures = []
-    for turn in range(1 + max((outcome.turn for outcome in outcomes), default=-1)):
-        done = [each for each in outcomes if each.turn == turn and each.error is None]
+    num_turns = 1 + max((outcome.turn for outcome in outcomes), default=-1)
+    first = 0
+    while first < num_turns:
+        end = min(first + (1 if first < SINGLE_TURNS else first), num_turns)
+        done = [each for each in outcomes if first <= each.turn < end and each.error is None]
         figures.append(
             {
-                "turn": turn + 1,
+                "turn": first + 1,
+                "last_turn": end,
                 "requests": len(done),
                 "prompt_tokens": sum(outcome.prompt_tokens for outcome in done),
                 "cached_tokens": sum(outcome.cached_tokens for outcome in done),
                 **percentiles([o.ttft_s for o in done if o.ttft_s is not None], "ttft_s"),
             }
         )
+        first = end
     return figures
-
-
-async def run_load(
-    client: Endpoint,
-    queries: Sequence[Query],
-    arrivals_s: Sequence[float],
-    *,
-    timeout_s: float = TIMEOUT_S,
-    on_progress: Callable[[Progress], object] = lambda progress: None,
-) -> list[Outcome]:
-    """Send each query at its time and wait for all of them."""
-    return await run_conversations(
-        client,
-        [LoadConversation(query) for query in queries],
-        arrivals_s,
-        timeout_s=timeout_s,
-        on_progress=on_progress,
-    )
-
-
-async def run_conversations(
-    client: Endpoint,
-    conversations: Sequence[LoadConversation],
-    arrivals_s: Sequence[float],
-    *,
-    pause_s: float = 0.0,
-    timeout_s: float = TIMEOUT_S,
-    on_progress: Callable[[Progress], object] = lambda progress: None,
-) -> list[Outcome]:
-    """Begin each conversation at its time, and wait for all of them.
-
-    A later turn is sent `pause_s` after the response before it. A conversation ends with a failed
-    turn. Return the outcomes of all turns that were sent, by conversation.
-    """
-    start = time.monotonic()
-    progress = Progress(sum(conversation.num_turns for conversation in conversations))
-
-    async def hold(arrival_s: float, conversation: LoadConversation) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        query = conversation.first
-        for turn in range(conversation.num_turns):
-            await asyncio.sleep(max(start + arrival_s - time.monotonic(), 0.0))
-            progress.num_sent += 1
-            response: list[int] = []
-            outcome = replace(
-                await _measure(client, query, timeout_s, arrival_s, start, response), turn=turn
-            )
-            outcomes.append(outcome)
-            progress.num_done += outcome.error is None
-            progress.num_failed += outcome.error is not None
-            progress.num_tokens += outcome.num_tokens
-            if outcome.error is not None:
-                progress.num_total -= conversation.num_turns - turn - 1
-                on_progress(progress)
-                break
-            on_progress(progress)
-            if turn + 1 < conversation.num_turns:
-                query = conversation.next_query(turn + 1, query, response)
-                arrival_s = time.monotonic() - start + pause_s
-        return outcomes
-
-    every = await asyncio.gather(*map(hold, arrivals_s, conversations))
-    return [outcome for outcomes in every for outcome in outcomes]
-
-
-async def _measure(
-    client: Endpoint,
-    query: Query,
-    timeout_s: float,
-    arrival_s: float,
-    start: float,
-    response: list[int],
-) -> Outcome:
-    """Send a query; append the tokens of its response to `response`."""
-    sent = time.monotonic()
-    times: list[float] = []
-    timings = None
-    error = None
-    usage = Usage(0, 0)
-    try:
-        async for event in client.generate(query, timeout_s=timeout_s):
-            if isinstance(event, Finish):
-                timings = event.timings
-                usage = event.usage
-            elif event.token_ids:
-                times.append(time.monotonic() - sent)
-                response += event.token_ids
-    except BatonError as failure:
-        error = failure.reason
-    return Outcome(
-        times[0] if times else None,
-        tuple(times),
-        len(response),
-        timings,
-        error,
-        arrival_s,
-        max(0.0, sent - start - arrival_s),
-        usage.prompt_tokens,
-        usage.cached_tokens,
-    )

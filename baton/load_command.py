@@ -16,21 +16,14 @@ from rich.table import Table
 
 from baton import load_plot
 from baton.client import AsyncBatonClient
-from baton.load import (
-    Endpoint,
-    LoadConversation,
-    Outcome,
-    Slo,
-    by_turn,
-    errors_of,
-    run_conversations,
-    run_load,
-    summarize,
-)
-from baton.load import Progress as RunProgress
+from baton.load import Outcome, Slo, by_turn, errors_of, summarize
+from baton.load_run import Endpoint, LoadConversation, LoadRequest, run_load, run_requests
+from baton.load_run import Progress as RunProgress
+from baton.replays import begun, impatient, shrunk
 from baton.retry import DEFAULT_RETRY, NO_RETRY
 from baton.traces import Trace, read_trace
-from baton.values import ModelInfo, Query
+from baton.transcripts import recorded_requests
+from baton.values import ModelInfo
 from baton.vllm_client import AsyncVllmEngineClient
 from baton.workload import (
     Arrivals,
@@ -87,6 +80,9 @@ class LoadSpec:
     picture: Path | None = None
     too_long: TooLong = TooLong.REFUSE
     turns: TurnShape | None = None  # of each request, which begins a conversation; None: of none
+    users: int | None = None  # conversations at a time; None for any number
+    max_pause_s: float | None = None  # limit on the pauses of a trace
+    shrink: int = 1  # divisor of a trace's lengths
 
     def load(self) -> Trace:
         """Return the requests to send.
@@ -94,13 +90,18 @@ class LoadSpec:
         Raises:
             ConfigError: the trace is unusable, or is given with turns.
         """
-        if self.trace is not None and self.turns is not None:
+        if self.trace is None:
+            planned = plan(self.count or DEFAULT_COUNT, self.arrivals, self.shape, seed=self.seed)
+            return Trace(tuple(planned))
+        if self.turns is not None:
             raise ConfigError("turns is for sampled requests, not for a trace", field="turns")
-        if self.trace is not None:
-            return read_trace(self.trace, speed=self.speed, limit=self.count)
-        return Trace(
-            tuple(plan(self.count or DEFAULT_COUNT, self.arrivals, self.shape, seed=self.seed))
-        )
+        trace = read_trace(self.trace, speed=self.speed, limit=self.count)
+        planned = shrunk(trace.planned, self.shrink)
+        if self.max_pause_s is not None:
+            planned = impatient(planned, self.max_pause_s)
+        if not trace.is_timed and self.users is None:
+            planned = begun(planned, self.arrivals, seed=self.seed)
+        return replace(trace, planned=tuple(planned))
 
 
 def connect(
@@ -132,20 +133,14 @@ async def measure(
     info = await client.model_info()
     fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
     planned = fitting.planned
-    queries = make_queries(info, planned, seed=spec.seed)
-    conversations = _conversations(info, queries, planned, spec)
+    requests = _requests(info, planned, spec)
     if spec.warm_up:
         console.print(f"warming up with {spec.warm_up} requests", style="dim")
         await _warm_up(client, info, spec, planned)
-    with _bar(console, len(queries) * (spec.turns.count if spec.turns else 1)) as show:
+    with _bar(console, len(requests)) as show:
         started = time.monotonic()
-        outcomes = await run_conversations(
-            client,
-            conversations,
-            [item.at_s for item in planned],
-            pause_s=spec.turns.pause_s if spec.turns else 0.0,
-            timeout_s=spec.timeout_s,
-            on_progress=show,
+        outcomes = await run_requests(
+            client, requests, users=spec.users, timeout_s=spec.timeout_s, on_progress=show
         )
         duration_s = time.monotonic() - started
     if spec.picture is not None:
@@ -164,23 +159,25 @@ async def measure(
     }, outcomes
 
 
-def _conversations(
-    info: ModelInfo, queries: Sequence[Query], planned: Sequence[Planned], spec: LoadSpec
-) -> list[LoadConversation]:
-    """Return the conversations that begin with these queries.
+def _requests(info: ModelInfo, planned: Sequence[Planned], spec: LoadSpec) -> list[LoadRequest]:
+    """Return the requests of a load.
 
     Raises:
-        ConfigError: one is longer than the context.
+        ConfigError: a sampled conversation is longer than the context.
     """
     if spec.turns is None:
-        return [LoadConversation(query) for query in queries]
+        return recorded_requests(info, planned, seed=spec.seed)
     ordinary = ordinary_tokens(info)
     rng = random.Random(f"new tokens {spec.seed}")
     drawn = spec.turns.draw(planned, info.max_context_tokens, seed=spec.seed)
-    return [
-        LoadConversation(query, tuple(tuple(rng.choices(ordinary, k=count)) for count in counts))
-        for query, counts in zip(queries, drawn, strict=True)
-    ]
+    queries = make_queries(info, planned, seed=spec.seed)
+    requests = list[LoadRequest]()
+    for item, query, counts in zip(planned, queries, drawn, strict=True):
+        new = [rng.choices(ordinary, k=count) for count in counts]
+        requests += LoadConversation(query, new).requests(
+            len(requests), item.at_s, pause_s=spec.turns.pause_s
+        )
+    return requests
 
 
 async def _warm_up(
@@ -263,8 +260,10 @@ def _turns(figures: dict[str, object]) -> Iterator[Table]:
         prompts = turn["prompt_tokens"] or 0
         share = f"{(turn['cached_tokens'] or 0) / max(prompts, 1):.1%}"
         ttfts = (turn["ttft_s_p50"], turn["ttft_s_p90"])
+        first, last = turn["turn"], turn["last_turn"]
         table.add_row(
-            *(str(turn[name]) for name in ("turn", "requests", "prompt_tokens")),
+            str(first) if first == last else f"{first}-{last}",
+            *(str(turn[name]) for name in ("requests", "prompt_tokens")),
             share,
             *("-" if value is None else f"{value * 1e3:.1f}" for value in ttfts),
         )

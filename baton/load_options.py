@@ -57,14 +57,38 @@ class LoadOptions(CommandOptions):
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay times and lengths of this file instead: JSONL, or the CSV of Azure or "
-            "BurstGPT."
+            help="Replay times and lengths of this file instead: JSONL, the CSV of Azure or "
+            "BurstGPT, or a folder of agents' conversations."
         ),
     ] = None
     speed: Annotated[
         float,
         typer.Option(min=0.001, callback=finite, help="Replay a trace faster by this factor."),
     ] = 1.0
+    users: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Conversations at a time; the next begins when one ends. Default: each begins at "
+            "its time.",
+        ),
+    ] = None
+    max_pause: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=MAX_WAIT_S,
+            callback=finite,
+            help="Limit on the pauses of a trace's conversations, in seconds.",
+        ),
+    ] = None
+    shrink: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1_000_000, help="Divide the lengths of a trace, for smaller contexts."
+        ),
+    ] = 1
     too_long: Annotated[
         TooLong,
         typer.Option(
@@ -140,6 +164,9 @@ class LoadOptions(CommandOptions):
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             timeout_s=self.timeout,
             picture=self.plot,
+            users=self.users,
+            max_pause_s=self.max_pause,
+            shrink=self.shrink,
             too_long=self.too_long,
             turns=TurnShape(
                 self.turns, Lengths.parse(self.turn_tokens, field="turn_tokens"), self.pause

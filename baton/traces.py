@@ -3,28 +3,36 @@
 read_trace(Path("conversation_trace.jsonl"))             # Mooncake's, or lines of our own
 read_trace(Path("AzureLLMInferenceTrace_conv.csv"), limit=1000)
 read_trace(Path("BurstGPT_1.csv"), speed=2.0)
+read_trace(Path("traces/"))                              # agents' conversations, a file each
 """
 
 import csv
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from baton.workload import MAX_BLOCK, MAX_LENGTH, Planned
+from baton import agent_traces
+from baton.workload import MAX_BLOCK, MAX_LENGTH, Planned, Turn
 from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of time, the first at 0 s, and the number of failed requests left out."""
+    """Requests in order of time, the first at 0 s, and the number of failed requests left out.
+
+    Without `is_timed` every conversation begins at 0 s, because the recording does not say when.
+    """
 
     planned: tuple[Planned, ...]
     num_unanswered: int = 0
+    is_timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,38 +54,61 @@ def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> T
     A file whose first line is the header of Azure's or BurstGPT's tables is read as such. Any other
     file has a JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or
     `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, as in Mooncake's published
-    traces.
+    traces. Lines with the same `session_id` are a conversation: `delay` (ms) is the pause after the
+    response before. A line, a file or each file of a folder can be an agent's conversation, as
+    `baton.agent_traces` describes.
 
     Raises:
         ConfigError: the trace cannot be used; the message names the line.
     """
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = next(csv.reader([file.readline()]), [])
-            file.seek(0)
-            columns = next((known for known in (_AZURE, _BURST_GPT) if known.at in header), None)
-            lines = _json_lines(file, path) if columns is None else _rows(file, path, columns)
-            trace = _taken(lines, limit)
+        trace = _read(path, limit)
     except OSError as error:
         raise ConfigError(
             f"cannot read the trace {path}: {error.strerror}", field="trace"
         ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}", field="trace") from error
-    planned = (
-        trace.planned if columns is None else sorted(trace.planned, key=lambda item: item.at_s)
-    )
-    if not planned:
+    if not trace.planned:
         raise ConfigError(f"the trace {path} has no requests", field="trace")
-    if any(after.at_s < before.at_s for before, after in itertools.pairwise(planned)):
+    start_s = trace.planned[0].at_s if trace.is_timed else 0.0
+    return replace(trace, planned=tuple(_faster(item, start_s, speed) for item in trace.planned))
+
+
+def _faster(item: Planned, start_s: float, speed: float) -> Planned:
+    turn = item.turn and replace(item.turn, pause_s=item.turn.pause_s / speed)
+    return replace(item, at_s=(item.at_s - start_s) / speed, turn=turn)
+
+
+def _read(path: Path, limit: int | None) -> Trace:
+    """Return the requests at their own times and pace, in order of time."""
+    if path.is_dir() or path.suffix == ".json":
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        texts = ((str(file), file.read_bytes()) for file in files)
+        return _taken(_conversations(texts), limit, is_timed=False)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        header = next(csv.reader([first]), [])
+        columns = next((known for known in (_AZURE, _BURST_GPT) if known.at in header), None)
+        if columns is not None:
+            return _in_order(_taken(_rows(file, path, columns), limit))
+        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
+        if '"requests"' in first:
+            return _taken(_conversations(lines), limit, is_timed=False)
+        trace = _taken(_json_lines(lines), limit)
+    if any(item.turn for item in trace.planned):
+        return _in_order(trace)
+    if any(after.at_s < before.at_s for before, after in itertools.pairwise(trace.planned)):
         raise ConfigError(f"the trace {path} is not in order of time", field="trace")
-    start_s = planned[0].at_s
-    return replace(
-        trace, planned=tuple(replace(item, at_s=(item.at_s - start_s) / speed) for item in planned)
-    )
+    return trace
 
 
-def _taken(lines: Iterator[Planned | None], limit: int | None) -> Trace:
+def _in_order(trace: Trace) -> Trace:
+    return replace(trace, planned=tuple(sorted(trace.planned, key=lambda item: item.at_s)))
+
+
+def _taken(lines: Iterator[Planned | None], limit: int | None, *, is_timed: bool = True) -> Trace:
     planned = list[Planned]()
     num_unanswered = 0
     for item in lines:
@@ -87,17 +118,29 @@ def _taken(lines: Iterator[Planned | None], limit: int | None) -> Trace:
             planned.append(item)
         if len(planned) == limit:
             break
-    return Trace(tuple(planned), num_unanswered)
+    return Trace(tuple(planned), num_unanswered, is_timed)
 
 
-def _json_lines(lines: Iterator[str], path: Path) -> Iterator[Planned]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
+def _conversations(texts: Iterable[tuple[str, str | bytes]]) -> Iterator[Planned | None]:
+    """Yield the requests of agents' conversations; None for one without a response."""
+    shared: agent_traces.BlockNumbers = defaultdict(itertools.count().__next__)
+    for session, (where, text) in enumerate(texts):
+        try:
+            turns, num_unanswered = agent_traces.conversation(json.loads(text), session, shared)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{where}: needs requests with t, in, out and hash_ids ({error!r})", field="trace"
+            ) from None
+        yield from (_checked(item, where) for item in turns)
+        yield from [None] * num_unanswered
+
+
+def _json_lines(lines: Iterable[tuple[str, str]]) -> Iterator[Planned]:
+    sessions: dict[str, Planned] = {}  # the latest turn of each
+    for where, line in lines:
         try:
             values = json.loads(line)
-            at_s = float(values["at_s"]) if "at_s" in values else float(values["timestamp"]) / 1e3
+            before = sessions.get(values["session_id"]) if "session_id" in values else None
             prompt, output = (
                 int(values[ours] if ours in values else values[theirs])
                 for ours, theirs in (
@@ -106,13 +149,35 @@ def _json_lines(lines: Iterator[str], path: Path) -> Iterator[Planned]:
                 )
             )
             blocks = tuple(map(int, values.get("hash_ids", ())))
+            item = Planned(_at_s(values, before), prompt, output, blocks)
+            if "session_id" in values:
+                item = replace(item, turn=_turn(values, before, item.at_s, len(sessions)))
+                sessions[values["session_id"]] = item
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})", field="trace"
             ) from None
         if any(not 0 <= block <= MAX_BLOCK for block in blocks):
             raise ConfigError(f"{where}: hash_ids must be from 0 to {MAX_BLOCK}", field="trace")
-        yield _checked(Planned(at_s, prompt, output, blocks), where)
+        yield _checked(item, where)
+
+
+def _at_s(values: Mapping[str, Any], before: Planned | None) -> float:
+    """Return the time of a request; that of a later turn may follow from its delay."""
+    if "at_s" in values:
+        return float(values["at_s"])
+    if before is not None and "timestamp" not in values:
+        return before.at_s + float(values["delay"]) / 1e3
+    return float(values["timestamp"]) / 1e3
+
+
+def _turn(values: Mapping[str, Any], before: Planned | None, at_s: float, session: int) -> Turn:
+    """Return the place of a request; `session` is the number of a conversation that it begins."""
+    if before is None or before.turn is None:
+        return Turn(session)
+    pause_s = float(values["delay"]) / 1e3 if "delay" in values else at_s - before.at_s
+    number = before.turn.number
+    return Turn(before.turn.session, number + 1, (number,), pause_s)
 
 
 def _rows(lines: Iterator[str], path: Path, columns: _Columns) -> Iterator[Planned | None]:
@@ -144,6 +209,7 @@ def _time_s(text: str) -> float:
 def _checked(item: Planned, where: str) -> Planned:
     if not (
         0 <= item.at_s < math.inf
+        and 0 <= (item.turn.pause_s if item.turn else 0.0) < math.inf
         and 1 <= item.prompt_tokens <= MAX_LENGTH
         and 1 <= item.output_tokens <= MAX_LENGTH
     ):

@@ -33,7 +33,7 @@ def _stubs() -> tuple[ModuleType, ModuleType]:
 
 
 class AsyncVllmEngineClient:
-    """Client that implements `baton.load.Endpoint`; create it inside the running loop."""
+    """Client that implements `baton.load_run.Endpoint`; create it inside the running loop."""
 
     def __init__(self, target: str, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
         self._pb, stub = _stubs()

@@ -5,7 +5,7 @@ Lengths.parse("uniform:96-288").draw(rng)
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
@@ -100,11 +100,25 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The place of a request in a recorded conversation.
+
+    The request is sent `pause_s` after the last response to the turns in `after`. If there are
+    none, it is sent at its planned time.
+    """
+
+    session: int  # the conversation
+    number: int = 0  # in the conversation, from 0
+    after: tuple[int, ...] = ()  # numbers of earlier turns
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Planned:
     """Planned request. `blocks` names the blocks of its prompt in a trace.
 
     Two prompts are equal up to the first block that differs. `client` is the name of its client in a
-    simulation.
+    simulation. With a `turn`, `at_s` is the time of sending in the recording.
     """
 
     at_s: float
@@ -112,6 +126,8 @@ class Planned:
     output_tokens: int
     blocks: tuple[int, ...] = ()
     client: str = ""
+    turn: Turn | None = None
+    block_tokens: int = BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -166,29 +182,6 @@ def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Pla
     ]
 
 
-def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Planned]:
-    """Return `copies` copies of a load at once, in order of time.
-
-    Each copy stands for other users: it has its own blocks and starts at another point of the load,
-    so that bursts do not coincide. The length of the load and the first copy do not change.
-    """
-    rng = random.Random(seed)
-    end_s = max((item.at_s for item in planned), default=0.0)
-    step = 1 + max((block for item in planned for block in item.blocks), default=0)
-    together = list(planned)
-    for copy in range(1, copies):
-        later_s = rng.uniform(0.0, end_s)
-        together += [
-            replace(
-                item,
-                at_s=(item.at_s + later_s) % end_s if end_s else 0.0,
-                blocks=tuple(block + copy * step for block in item.blocks),
-            )
-            for item in planned
-        ]
-    return sorted(together, key=lambda item: item.at_s)
-
-
 class TooLong(StrEnum):
     """Action for requests whose prompt and output are longer than the context of the model."""
 
@@ -238,9 +231,7 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
         )
     if too_long is TooLong.CUT:
         return Fitted(tuple(_cut(item, max_context_tokens) for item in planned), num_cut=len(long))
-    kept = tuple(
-        item for item in planned if item.prompt_tokens + item.output_tokens <= max_context_tokens
-    )
+    kept = _without(planned, {id(item) for item in long})
     if not kept:
         raise ConfigError(
             f"none of the {len(planned)} requests fits into the context of {max_context_tokens} "
@@ -248,6 +239,26 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
             field="too_long",
         )
     return Fitted(kept, num_skipped=len(long))
+
+
+def _without(planned: Sequence[Planned], skipped: Container[int]) -> tuple[Planned, ...]:
+    """Return the load without requests of these ids; the turns after them wait for those before."""
+    before: dict[tuple[int, int], tuple[int, ...]] = {}  # of skipped turns
+    kept = []
+    for item in planned:
+        turn = item.turn
+        if turn is not None:
+            after = dict.fromkeys(
+                number
+                for each in turn.after
+                for number in before.get((turn.session, each), (each,))
+            )
+            turn = replace(turn, after=tuple(after))
+        if id(item) not in skipped:
+            kept.append(item if turn == item.turn else replace(item, turn=turn))
+        elif turn is not None:
+            before[turn.session, turn.number] = turn.after
+    return tuple(kept)
 
 
 def _cut(item: Planned, max_context_tokens: int) -> Planned:
@@ -264,27 +275,45 @@ def ordinary_tokens(info: ModelInfo) -> list[int]:
     return [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
 
 
+class Tokens:
+    """Random ordinary tokens of a model, the same for the same seed."""
+
+    def __init__(self, info: ModelInfo, seed: int) -> None:
+        self._ordinary = ordinary_tokens(info)
+        self._seed = seed
+
+    def of_block(self, block: int, count: int) -> list[int]:
+        """Return the tokens of a trace's block."""
+        return random.Random(f"{self._seed}/{block}").choices(self._ordinary, k=count)
+
+    def of_request(self, index: int, count: int) -> list[int]:
+        """Return tokens that no other request has."""
+        return random.Random(f"{self._seed} {index}").choices(self._ordinary, k=count)
+
+
+def query_of(item: Planned, prompt: Sequence[int], index: int) -> Query:
+    """Return the query of a planned request, whose response has exactly its tokens."""
+    return Query(
+        tuple(prompt),
+        Sampling(seed=index),
+        Stop(max_tokens=item.output_tokens, ignore_eos=True),
+        skip_text=True,
+    )
+
+
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:
     """Return queries with prompts of random ordinary tokens, for any model.
 
-    Each response has exactly its tokens. A block of a trace always has the same tokens.
+    A block of a trace always has the same tokens. Turns are not taken into account.
     """
-    rng = random.Random(seed)
-    ordinary = ordinary_tokens(info)
+    tokens = Tokens(info, seed)
     queries = []
     for index, item in enumerate(planned):
         shared = [
             token
-            for block in item.blocks[: -(-item.prompt_tokens // BLOCK_TOKENS)]
-            for token in random.Random(f"{seed}/{block}").choices(ordinary, k=BLOCK_TOKENS)
+            for block in item.blocks[: -(-item.prompt_tokens // item.block_tokens)]
+            for token in tokens.of_block(block, item.block_tokens)
         ][: item.prompt_tokens]
-        own = rng.choices(ordinary, k=item.prompt_tokens - len(shared))
-        queries.append(
-            Query(
-                (*shared, *own),
-                Sampling(seed=index),
-                Stop(max_tokens=item.output_tokens, ignore_eos=True),
-                skip_text=True,
-            )
-        )
+        own = tokens.of_request(index, item.prompt_tokens - len(shared))
+        queries.append(query_of(item, (*shared, *own), index))
     return queries

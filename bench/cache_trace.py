@@ -22,7 +22,8 @@ from statistics import median
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, run_load, summarize
+from baton.load import Slo, summarize
+from baton.load_run import run_load
 from baton.retry import NO_RETRY
 from baton.values import ModelInfo, Query, Sampling, Stop
 from baton.workload import BLOCK_TOKENS, Planned

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, run_load, summarize
+from baton.load import Slo, summarize
+from baton.load_run import run_load
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster
 from bench.report import Value

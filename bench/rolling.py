@@ -18,7 +18,8 @@ from pathlib import Path
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Outcome, Slo, run_load, summarize
+from baton.load import Outcome, Slo, summarize
+from baton.load_run import run_load
 from baton.values import ClusterStatus
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster, until

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
-from baton.load import Outcome, run_load
+from baton.load import Outcome
+from baton.load_run import run_load
 from baton.values import ModelInfo
 from baton.workload import Arrivals, Planned, Shape, make_queries, plan
 from bench.pool_metrics import port_of, scrape

@@ -68,8 +68,10 @@ class Clients:
         self._loop = asyncio.get_running_loop()
         self.answered: list[Answered] = []
 
-    async def ask(self, index: int, planned: Planned) -> None:
+    async def ask(self, index: int, planned: Planned) -> bool:
         """Send a request now, and record its outcome when it has ended.
+
+        Return whether it was answered.
 
         Raises:
             InternalError: the response ended more than once or with the wrong number of tokens.
@@ -115,6 +117,7 @@ class Clients:
                 planned.client,
             )
         )
+        return not error
 
     async def _resumed(
         self,

@@ -14,6 +14,7 @@ import typer
 from baton.finite import finite
 from baton.load import Slo
 from baton.load_plot import check_can_plot
+from baton.replays import begun, superposed
 from baton.traces import read_trace
 from baton.workload import (
     Arrivals,
@@ -25,7 +26,6 @@ from baton.workload import (
     changes,
     fitted,
     plan,
-    superposed,
 )
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
@@ -71,8 +71,8 @@ class LoadFlags:
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Take times, lengths and common blocks from this file: JSONL, or "
-            "Azure's or BurstGPT's CSV."
+            help="Take times, lengths and common blocks from this file: JSONL, Azure's or "
+            "BurstGPT's CSV, or a folder of agents' conversations."
         ),
     ] = None
     speed: Annotated[
@@ -93,7 +93,11 @@ class LoadFlags:
     ] = None
     rate: Annotated[
         float,
-        typer.Option(min=0.001, callback=finite, help="Mean arrivals per second, without a trace."),
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            help="Mean arrivals per second: of requests without a trace, or of agents' conversations.",
+        ),
     ] = 4.0
     arrival: Annotated[Process, typer.Option(help="Arrival process.")] = Process.POISSON
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
@@ -127,6 +131,10 @@ class LoadFlags:
         """
         return (Costs() if self.costs is None else Costs.read(self.costs)).times(self.slower)
 
+    @property
+    def _arrivals(self) -> Arrivals:
+        return Arrivals(self.arrival, self.rate, self.burst)
+
     def planned(self, costs: Costs) -> list[Planned]:
         """Return the load, and print to stderr how it differs from the request.
 
@@ -136,7 +144,10 @@ class LoadFlags:
         unanswered = 0
         if self.trace is not None:
             trace = read_trace(self.trace, speed=self.speed)
-            load = superposed(trace.planned, self.copies, seed=self.seed)[: self.requests]
+            recorded = list(trace.planned)
+            if not trace.is_timed:
+                recorded = begun(recorded, self._arrivals, seed=self.seed)
+            load = superposed(recorded, self.copies, seed=self.seed)[: self.requests]
             unanswered = trace.num_unanswered
         else:
             shape = Shape(
@@ -145,7 +156,7 @@ class LoadFlags:
             )
             load = plan(
                 self.requests or 1000,
-                Arrivals(self.arrival, self.rate, self.burst),
+                self._arrivals,
                 shape,
                 seed=self.seed,
             )

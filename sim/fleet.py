@@ -4,10 +4,10 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.load import Outcome, Slo
-from baton.workload import Planned
+from baton.workload import Planned, Turn
 from planner.planner import RolePlanner
 from router.text.model_facts import ModelLimits
 from runtime.clock import LoopClock
@@ -32,6 +32,9 @@ COOL_DOWN_S = 5.0  # from the end of the last request to the final checks
 LEAST_INTERVAL_S = 0.01  # between two samples: about the duration of a pool's round
 # Samples while requests arrive; a long run has up to twice as many.
 NUM_SAMPLES = 240
+
+_WasAnswered = dict[tuple[int, int], "asyncio.Future[bool]"]
+"""By conversation and turn: whether it was answered."""
 
 
 @dataclass(frozen=True)
@@ -209,21 +212,55 @@ class Fleet:
                     for fault in self._faults
                 ),
             ]
-            await self._answered(load, start_s)
+            num_sent = await self._answered(load, start_s)
             duration_s = self._loop.time() - start_s
             for task in others:
                 task.cancel()
             await asyncio.sleep(COOL_DOWN_S)
-            self._check(len(load))
+            self._check(num_sent)
             for router in self._routers.values():
                 router.die()
         return self._run(duration_s)
 
-    async def _answered(self, load: Sequence[Planned], start_s: float) -> None:
+    async def _answered(self, load: Sequence[Planned], start_s: float) -> int:
+        """Have a load answered; return the number of requests that were sent."""
+        turns = {
+            (planned.turn.session, planned.turn.number): self._loop.create_future()
+            for planned in load
+            if planned.turn is not None
+        }
+        later = [
+            (index, planned.turn, planned)
+            for index, planned in enumerate(load)
+            if planned.turn is not None and planned.turn.after
+        ]
         async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._follow(turns, turn, index, planned, start_s))
+                for index, turn, planned in later
+            ]
             for index, planned in enumerate(load):
-                await asyncio.sleep(start_s + planned.at_s - self._loop.time())
-                group.create_task(self._clients.ask(index, planned))
+                if planned.turn is None or not planned.turn.after:
+                    await asyncio.sleep(start_s + planned.at_s - self._loop.time())
+                    group.create_task(self._ask(turns, index, planned))
+        return len(load) - sum(not task.result() for task in tasks)
+
+    async def _ask(self, turns: _WasAnswered, index: int, planned: Planned) -> None:
+        was_answered = await self._clients.ask(index, planned)
+        if planned.turn is not None:
+            turns[planned.turn.session, planned.turn.number].set_result(was_answered)
+
+    async def _follow(
+        self, turns: _WasAnswered, turn: Turn, index: int, planned: Planned, start_s: float
+    ) -> bool:
+        """Ask after the turns before; return whether all of these were answered."""
+        for number in turn.after:
+            if not await turns[turn.session, number]:
+                turns[turn.session, turn.number].set_result(False)
+                return False
+        await asyncio.sleep(turn.pause_s)
+        await self._ask(turns, index, replace(planned, at_s=self._loop.time() - start_s))
+        return True
 
     async def _look(self, start_s: float, interval_s: float) -> None:
         """Take samples until cancelled."""

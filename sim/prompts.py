@@ -56,8 +56,9 @@ class TracedTokens(Sequence[int]):
     def runs(self) -> Iterator[tuple[int | None, int]]:
         """Yield blocks and their numbers of tokens; the block is None for tokens outside blocks."""
         left = self.planned.prompt_tokens
-        for block in self.planned.blocks[: -(-left // BLOCK_TOKENS)]:
-            count = min(left, BLOCK_TOKENS)
+        size = self.planned.block_tokens
+        for block in self.planned.blocks[: -(-left // size)]:
+            count = min(left, size)
             left -= count
             yield block, count
         if left:
@@ -74,6 +75,7 @@ class SimulatedPrompt(RoutedPrompt):
     """
 
     numbers: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
     places: list[bytes] = field(default_factory=list, compare=False)
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
@@ -98,7 +100,7 @@ class SimulatedPrompt(RoutedPrompt):
             self.places.append(len(self.places).to_bytes(_HALF))
         for place, number in enumerate(self.numbers, 1):  # names pages that end in its block
             is_last = place == len(self.numbers)
-            end = count if is_last else min(place * BLOCK_TOKENS // page_size, count)
+            end = count if is_last else min(place * self.block_tokens // page_size, count)
             head = number.to_bytes(_HALF)
             names += [head + tail for tail in self.places[page:end]]
             page = end
@@ -139,7 +141,12 @@ class PromptBook:
                     known[key] = found
             number = found
             numbers.append(number)
-        return SimulatedPrompt(tokens, numbers=tuple(numbers), places=self._places)
+        return SimulatedPrompt(
+            tokens,
+            numbers=tuple(numbers),
+            block_tokens=planned.block_tokens,
+            places=self._places,
+        )
 
     def request(self, num_tokens: int) -> types_pb2.EngineRequest:
         """Return a request with `num_tokens` prompt tokens and no other field.

@@ -1,24 +1,20 @@
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.load import (
+from baton.load import Outcome, Slo, by_turn, errors_of, goodput, percentiles, summarize
+from baton.load_run import (
     Endpoint,
     LoadConversation,
-    Outcome,
+    LoadRequest,
     Progress,
-    Slo,
-    by_turn,
-    errors_of,
-    goodput,
-    percentiles,
-    run_conversations,
     run_load,
-    summarize,
+    run_requests,
 )
 from baton.values import Chunk, Event, Query, Timings, Usage
 from runtime.errors import UnavailableError
@@ -124,10 +120,12 @@ async def test_a_failed_turn_ends_its_conversation() -> None:
 
     client = Failing()
     progress: list[tuple[int, int]] = []
-    outcomes = await run_conversations(
+    outcomes = await run_requests(
         cast(Endpoint, client),
-        [LoadConversation(Query((1,)), ((2,), (3,))), LoadConversation(Query((7,)), ((8,),))],
-        [0.0, 0.0],
+        [
+            *LoadConversation(Query((1,)), ((2,), (3,))).requests(0, 0.0),
+            *LoadConversation(Query((7,)), ((8,),)).requests(3, 0.0),
+        ],
         on_progress=lambda seen: progress.append((seen.num_total, seen.num_done + seen.num_failed)),
     )
     assert [(each.turn, each.error) for each in outcomes] == [
@@ -138,3 +136,119 @@ async def test_a_failed_turn_ends_its_conversation() -> None:
     ]
     assert set(client.prompts) == {(1,), (1, 5, 6, 2), (7,), (7, 5, 6, 8)}
     assert progress[-1] == (4, 4)
+
+
+class Slow:
+    """A server that answers 30 ms after the question, and notes when questions came."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.seen: list[tuple[object, float]] = []
+        self.num_open = self.most_open = 0
+
+    async def generate(
+        self, query: Query, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        self.seen.append((query.prompt, time.monotonic() - self.began))
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(0.03)
+        self.num_open -= 1
+        if query.prompt == (13,):
+            raise UnavailableError("gone")
+        yield Chunk("r", (5,), "", (), Usage(1, 1))
+
+
+def request_of(token: int, at_s: float = 0.0, **others: Any) -> LoadRequest:  # noqa: ANN401
+    return LoadRequest(at_s, lambda: Query((token,)), **others)
+
+
+async def test_a_request_waits_for_all_that_it_follows() -> None:
+    """The third follows the first two, of which the second begins 50 ms later."""
+    client = Slow()
+    outcomes = await run_requests(
+        cast(Endpoint, client),
+        [
+            request_of(1, session=0),
+            request_of(2, 0.05, session=0),
+            request_of(3, session=0, after=(0, 1), pause_s=0.02),
+        ],
+    )
+    assert [each.error for each in outcomes] == [None] * 3
+    assert [prompt for prompt, _ in client.seen] == [(1,), (2,), (3,)]
+    assert client.seen[2][1] >= 0.05 + 0.03 + 0.02
+    assert outcomes[2].lag_s < 0.05
+
+
+async def test_what_follows_a_failed_request_is_not_sent() -> None:
+    client = Slow()
+    progress: list[tuple[int, int]] = []
+    outcomes = await run_requests(
+        cast(Endpoint, client),
+        [
+            request_of(13, session=0),
+            request_of(1, session=0, after=(0,)),
+            request_of(2, session=0, after=(1,)),
+            request_of(3, session=1),
+        ],
+        on_progress=lambda seen: progress.append((seen.num_total, seen.num_done + seen.num_failed)),
+    )
+    assert [each.error for each in outcomes] == ["UNAVAILABLE", None]
+    assert progress[-1] == (2, 2)
+
+
+async def test_users_begin_a_conversation_when_one_has_ended() -> None:
+    """Five conversations of two turns, the second of which has failed when its other turn is due;
+    recorded times within a conversation are kept, and its start is not."""
+    client = Slow()
+    requests = []
+    for session in range(5):
+        first = 13 if session == 1 else session
+        requests += [
+            request_of(first, 100.0 * session, session=session),
+            request_of(20 + session, session=session, after=(2 * session,)),
+        ]
+    requests.append(request_of(40, 500.0))
+    outcomes = await run_requests(cast(Endpoint, client), requests, users=2)
+    assert client.most_open == 2
+    assert [each.error for each in outcomes] == [
+        *(None, None, "UNAVAILABLE"),
+        *([None] * 7),
+    ]
+    firsts = [prompt for prompt, _ in client.seen]
+    assert firsts[:3] == [(0,), (13,), (2,)] or firsts[:4] == [(0,), (13,), (20,), (2,)]
+    assert client.seen[-1][1] < 2.0
+
+
+async def test_turns_of_one_user_keep_their_distance() -> None:
+    client = Slow()
+    await run_requests(
+        cast(Endpoint, client),
+        [request_of(1, 7.0, session=0), request_of(2, 7.1, session=0)],
+        users=1,
+    )
+    (_, first_s), (_, second_s) = client.seen
+    assert first_s < 0.1
+    assert second_s - first_s >= 0.09
+
+
+async def test_a_cancelled_load_ends_at_once() -> None:
+    client = Slow()
+    running = asyncio.ensure_future(
+        run_requests(
+            cast(Endpoint, client),
+            [request_of(1, 60.0, session=0), request_of(2, session=0, after=(0,))],
+            users=1,
+        )
+    )
+    await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 2.0)
+
+
+def test_later_turns_are_counted_in_groups() -> None:
+    outcomes = [replace(outcome(0.2), turn=turn, prompt_tokens=1) for turn in range(40)]
+    assert [
+        (each["turn"], each["last_turn"], each["prompt_tokens"]) for each in by_turn(outcomes)
+    ] == [*((turn, turn, 1) for turn in range(1, 9)), (9, 16, 8), (17, 32, 16), (33, 40, 8)]

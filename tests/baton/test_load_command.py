@@ -281,3 +281,30 @@ async def test_impossible_conversations_are_refused(flags: tuple[str, ...], reas
     assert code != 0
     assert reason in " ".join(err.replace("│", " ").split())
     assert scripted.requests == []
+
+
+async def test_an_agents_conversation_goes_on_with_the_responses(tmp_path: Path) -> None:
+    """The second prompt has the two whole blocks of the first, its last two tokens and the response;
+    a third of another conversation begins when the first one has ended."""
+    entry = {"t": 0.0, "in": 18, "out": 3, "hash_ids": [1, 2], "api_time": 1.0}
+    later = {"t": 9.0, "in": 26, "out": 3, "hash_ids": [1, 2, 3], "api_time": 1.0}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(
+            f"{json.dumps({'block_size': 8, 'requests': requests})}\n"
+            for requests in ([entry, later], [entry])
+        )
+    )
+    async with engine() as (scripted, address):
+        code, out, err = await baton_load(
+            *("--api", "vllm", "--target", address, "--warm-up", "0", "--trace", str(trace)),
+            *("--users", "1", "--max-pause", "0.1", "--shrink", "2", "--json"),
+        )
+    assert code == 0, err
+    first, second, third = (tuple(each.tokenized.input_ids) for each in scripted.requests)
+    assert [len(first), len(second), len(third)] == [9, 13, 9]
+    assert second[:10] == (*first, first[0])
+    assert third != first
+    figures = json.loads(out)
+    assert [turn["requests"] for turn in figures["by_turn"]] == [2, 1]
+    assert 0.1 <= figures["duration_s"] < 5

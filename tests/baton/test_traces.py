@@ -130,7 +130,7 @@ def test_a_table_that_cannot_be_used_is_refused_naming_the_line(
 
 def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name, said in ((".", "Is a directory"), ("none", "No such file"), ("bytes", "utf-8")):
+    for name, said in ((".", "has no requests"), ("none", "No such file"), ("bytes", "utf-8")):
         with pytest.raises(ConfigError, match=said) as refused:
             read_trace(tmp_path / name)
         assert "\n" not in str(refused.value)

@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 
+from baton.replays import superposed
 from baton.values import ModelInfo
 from baton.workload import (
     Arrivals,
@@ -17,7 +18,6 @@ from baton.workload import (
     fitted,
     make_queries,
     plan,
-    superposed,
 )
 from runtime.errors import ConfigError
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.load import Outcome, run_load
+from baton.load import Outcome
+from baton.load_run import run_load
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from engine.core.request import Request
 from runtime.errors import BatonError

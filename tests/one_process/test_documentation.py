@@ -10,6 +10,7 @@ their own tests.
 """
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -97,6 +98,16 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
         '{"at_s": 0, "prompt_tokens": 9, "output_tokens": 4}\n'
         '{"at_s": 1, "prompt_tokens": 30, "output_tokens": 8}\n'
     )
+    turns = [
+        {
+            "t": 4.0 * index,
+            "in": 512 * (index + 1),
+            "out": 40,
+            "hash_ids": [*range(8 * (index + 1))],
+        }
+        for index in range(2)
+    ]
+    (tmp_path / "agents.jsonl").write_text(f"{json.dumps({'requests': turns})}\n" * 2)
     (tmp_path / "token").write_text("the-token-of-this-test\n")
     said: dict[str, list[str]] = {}
     mine = [block for block in blocks() if block.is_run_here]

@@ -108,3 +108,38 @@ def test_numbers_without_end_are_refused(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["--requests", "1", *arguments])
     assert done.exit_code == 2
     assert f"Invalid value for '{arguments[0]}'" in done.stderr
+
+
+def test_turns_of_an_agent_follow_their_responses(tmp_path: Path) -> None:
+    """Two conversations at a second's distance; the later turns begin 4 s after the responses, for
+    which the recording took 60 s, and find all whole blocks of the turn before."""
+    blocks = list(range(40))
+    turns = [
+        {"t": 0.0, "in": 1280, "out": 4, "hash_ids": blocks[:20], "api_time": 60.0},
+        {"t": 64.0, "in": 2560, "out": 4, "hash_ids": blocks, "api_time": 1.0},
+    ]
+    (tmp_path / "one.json").write_text(json.dumps({"requests": turns}))
+    (tmp_path / "two.json").write_text(json.dumps({"requests": turns}))
+    flags = ["--trace", str(tmp_path), "--rate", "1", "--arrival", "constant", "--json"]
+    done = CliRunner().invoke(app, flags)
+    figures = json.loads(done.stdout)
+    assert (figures["requests"], figures["failed"]) == (4, 0)
+    assert 5 < figures["duration_s"] < 10
+    assert figures["cached_share"] == 2 * 1280 / (2 * 3840)
+    # Two copies of the trace have conversations of their own.
+    twice = json.loads(CliRunner().invoke(app, [*flags, "--copies", "2"]).stdout)
+    assert (twice["requests"], twice["cached_share"]) == (8, figures["cached_share"])
+
+
+def test_turns_after_a_lost_one_are_not_asked(tmp_path: Path) -> None:
+    """The only decode worker is gone for good before the second of three turns."""
+    turns = [
+        {"t": 10.0 * index, "in": 640, "out": 4, "hash_ids": [], "api_time": 1.0}
+        for index in range(3)
+    ]
+    (tmp_path / "one.json").write_text(json.dumps({"requests": turns}))
+    done = CliRunner().invoke(
+        app, ["--trace", str(tmp_path), "--fault", "kill:decode-0@5", "--json"]
+    )
+    figures = json.loads(done.stdout)
+    assert (figures["requests"], figures["failed"]) == (2, 1)
