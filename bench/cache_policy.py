@@ -18,7 +18,8 @@ from pathlib import Path
 
 from bench.arguments import at_least
 from bench.report import Value, render
-from pool.prefix.tree import SNAPSHOT_SHARE, Changed, PrefixTree, ResumeRule
+from pool.prefix.resume_rule import ResumeRule
+from pool.prefix.tree import SNAPSHOT_SHARE, Changed, PrefixTree
 from runtime.clock import ManualClock
 from runtime.errors import ConfigError
 

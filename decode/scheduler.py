@@ -36,7 +36,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from pool.prefix.cache import PrefixCache
 from pool.prefix.journal import PointJournal
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import EntryOwner, EntryTable
 from pool.request.entry_state import FAILED_STATES, RELEASED_STATES, EntryState
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad

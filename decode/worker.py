@@ -17,7 +17,7 @@ from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stage_executor import LayerObserver
 from pool.prefix.journal import PointJournal
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import DataRanks, Failed
 from pool.role import LeaderParts
 from pool.stage.config import WorkerConfig

@@ -29,7 +29,7 @@ from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import EntryOwner, EntryTable
 from pool.request.entry_state import FAILED_STATES, RELEASED_STATES, EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad

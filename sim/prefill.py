@@ -13,7 +13,7 @@ from engine.core.request import Request, SampledToken
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from pool.prefix.journal import PointJournal
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import Failed
 from prefill.prompts import (
     FirstToken,

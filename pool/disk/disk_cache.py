@@ -1,6 +1,7 @@
 """The disk cache of a pool, as its leader runs it.
 
-    a block enters the prefix cache ─▶ leased ─▶ every stage writes its part ─▶ released
+    a block enters the prefix cache ─▶ waits (`pool.disk.block_writes`) ─▶ leased ─▶ every stage
+                                       writes its part ─▶ released
     a prompt arrives ─▶ blocks that only the disk has are read (`pool.prefix.block_reads`)
 
 Requests wait for a read, but never for a write. Memory stays leased until every stage has answered,
@@ -10,25 +11,25 @@ because a stage may use it until then.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from engine.core.request import Request
 from engine.loop import EngineLoop
-from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import Lease
+from pool.disk.block_writes import BlockWrites
 from pool.disk.stage_blocks import BlockMove, StageBlocks
 from pool.prefix.block_reads import BlockRead, BlockReads
-from pool.prefix.cache import PrefixCache, Stored
+from pool.prefix.cache import PrefixCache
 from runtime.errors import BatonError
 from runtime.observe.metrics.caches import DiskMetrics
 
 logger = logging.getLogger(__name__)
 
-WRITE_SHARE = 8  # at most one page in so many is leased for writes
 READ_LIMIT_S = 30.0  # seconds that a request waits for its blocks
 REFRESH_S = 60.0  # seconds between two notes on disk that blocks are in use
 _OWNER = "disk cache"
+_LOOK_S = 0.01  # between two looks at the writes that are left
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DiskCache:
     """The blocks of a pool's prefix cache on disk. Implements `BlockSource` for its reads.
 
     `move` has all stages move blocks, and returns how many of the first ones all of them had. It
-    belongs to the event loop's thread, except for `keep`.
+    belongs to the event loop's thread, except for its `writes`.
     """
 
     cache: PrefixCache
@@ -65,37 +66,21 @@ class DiskCache:
     metrics: DiskMetrics
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _refreshed: set[bytes] = field(default_factory=set)  # last blocks of prompts, for a while
-    _writing_pages: int = 0  # of the engine thread
 
     def __post_init__(self) -> None:
         self._events = asyncio.get_running_loop()
-        self.cache.on_stored = self.keep
+        self.writes = BlockWrites(
+            self.cache,
+            _OWNER,
+            start=lambda move, leases: self._events.call_soon_threadsafe(
+                self._start_write, move, leases
+            ),
+            skipped=self.metrics.blocks.labels("skipped").inc,
+        )
+        self.cache.on_stored = self.writes.add
         self.reads = BlockReads(
             self.cache, self.loop, _OWNER, self.metrics.blocks, self.metrics.read_s, notify=False
         )
-
-    def keep(self, stored: Stored) -> None:
-        """Write what has entered the cache, unless too much waits already. For the engine thread."""
-        page_ids, slot_id = stored.page_ids, stored.slot_id
-        slots = self.cache.slots
-        count = len(page_ids)
-        if (self._writing_pages + count) * WRITE_SHARE > self.cache.pages.num_total or (
-            slot_id is not None and 2 * slots.num_available < slots.num_total
-        ):
-            self.metrics.blocks.labels("skipped").inc(max(count, 1))
-            return
-        self._writing_pages += count
-        leases: list[Lease] = [self.cache.pages.alloc(0, owner=_OWNER, shared=page_ids)]
-        if slot_id is not None:
-            leases.append(slots.share(slot_id, owner=_OWNER))
-        move = BlockMove(
-            load=False,
-            names=stored.names,
-            page_ids=page_ids,
-            slot_id=NULL_INDEX if slot_id is None else slot_id,
-            state_of=b"" if slot_id is None else stored.last,
-        )
-        self._events.call_soon_threadsafe(self._start_write, move, leases)
 
     async def bring(self, request: Request, names: tuple[bytes, ...]) -> None:
         """Bring the blocks of a prompt into the cache that only the disk has.
@@ -113,9 +98,11 @@ class DiskCache:
             logger.warning("the disk cache did not answer within %g s", READ_LIMIT_S)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait until all writes are over, but no longer than `timeout_s`."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
+        """Wait until everything is written, but no longer than `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.writes.is_idle:  # noqa: ASYNC110 - known to the engine thread
+                    await asyncio.sleep(_LOOK_S)
 
     @asynccontextmanager
     async def offer(
@@ -155,9 +142,4 @@ class DiskCache:
         except Exception:  # only a copy is missing
             logger.exception("blocks were not written to the disk cache")
         finally:
-            self.loop.post(lambda: self._end_write(move, leases))
-
-    def _end_write(self, move: BlockMove, leases: Sequence[Lease]) -> None:
-        self._writing_pages -= len(move.names)
-        for lease in leases:
-            lease.end()
+            self.loop.post(lambda: self.writes.ended(move, leases))

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from engine.core.request import Request
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.prefix.journal import PointJournal
-from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
+from pool.prefix.resume_rule import ResumeRule
+from pool.prefix.tree import Changed, Found, PrefixTree
 from runtime.clock import Clock
 from runtime.observe.metrics.caches import CacheMetrics
 
@@ -20,15 +21,15 @@ class Stored:
 
     Attributes:
         names: of the new blocks.
-        page_ids: of their entries.
+        start: the number of blocks before them.
         last: the name of the last block, new or not.
-        slot_id: of the state after it; None if the state is not new.
+        has_state: whether the state after it is new.
     """
 
     names: tuple[bytes, ...]
-    page_ids: tuple[int, ...]
+    start: int
     last: bytes
-    slot_id: int | None
+    has_state: bool
 
 
 @dataclass
@@ -77,6 +78,17 @@ class PrefixCache:
         """
         return 0 if self.rule is None else self._tree.num_in_place(names)
 
+    def pages_of(self, names: Sequence[bytes], start: int) -> tuple[int, ...]:
+        """Return the pages of the first of these names that are of blocks cached at their depths.
+
+        The first one is after `start` blocks.
+        """
+        return () if self.rule is None else tuple(self._tree.pages_of(names, start))
+
+    def slot_of(self, name: bytes) -> int | None:
+        """Return the slot of the state after this block, if it is cached."""
+        return None if self.rule is None else self._tree.slot_of(name)
+
     def names_to_resume(self, blocks: tuple[bytes, ...], request: Request) -> tuple[bytes, ...]:
         """Return the blocks that a prompt need not compute if they are cached.
 
@@ -111,14 +123,7 @@ class PrefixCache:
         self._show_size()
         if notify and self.on_stored is not None and (taken.page_ids or taken.slot_ids):
             first = len(blocks) - len(taken.page_ids)
-            self.on_stored(
-                Stored(
-                    tuple(blocks[first:]),
-                    tuple(taken.page_ids),
-                    blocks[-1],
-                    slot_id if taken.slot_ids else None,
-                )
-            )
+            self.on_stored(Stored(tuple(blocks[first:]), first, blocks[-1], bool(taken.slot_ids)))
 
     def clear(self) -> int:
         """Evict everything; return the number of pages. Leased memory stays with its holders."""

@@ -18,11 +18,10 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import gcd
 
 from pool.prefix.eviction import BlockRun, EvictionOrder, snapshot_worth, worth
 from pool.prefix.journal import PointJournal
+from pool.prefix.resume_rule import ResumeRule
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
@@ -52,44 +51,6 @@ class Changed:
 
     page_ids: list[int] = field(default_factory=list)
     slot_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class ResumeRule:
-    """The rule of where prompts can resume.
-
-    `block_tokens` are the tokens of a page. Prompts are split only at multiples of `grid_tokens`,
-    so only these are resume points. With `has_states` no prompt can resume without a recurrent
-    state; it is False for a pool whose states arrive with their requests.
-    """
-
-    block_tokens: int
-    grid_tokens: int = 1
-    has_states: bool = False
-
-    def last_point(self, num_tokens: int) -> int:
-        """Return the deepest resume point, in blocks, of a prompt of `num_tokens`.
-
-        The last token is always computed, because the next one is sampled from its output.
-        """
-        return self.point_before(max((num_tokens - 1) // self.block_tokens, 0))
-
-    def point_before(self, depth: int) -> int:
-        """Return the deepest resume point at or before this number of blocks."""
-        return depth - depth % self._step
-
-    def is_point(self, depth: int) -> bool:
-        """Return whether a prompt may be split after this number of blocks."""
-        return depth * self.block_tokens % self.grid_tokens == 0
-
-    def points(self, depths: range) -> range:
-        """Return those of consecutive depths after which a prompt may be split."""
-        return range(-(-depths.start // self._step) * self._step, depths.stop, self._step)
-
-    @cached_property
-    def _step(self) -> int:
-        """Return the number of blocks from one resume point to the next."""
-        return self.grid_tokens // gcd(self.grid_tokens, self.block_tokens)
 
 
 def _never(item: int) -> bool:
@@ -163,11 +124,25 @@ class PrefixTree:
 
         The other methods take names for those of one prompt, which these need not be.
         """
-        for index, name in enumerate(names):
+        return len(self.pages_of(names, 0))
+
+    def pages_of(self, names: Sequence[bytes], start: int) -> list[int]:
+        """Return the pages of the first of these names that are of stored blocks at their depths.
+
+        The first one is after `start` blocks.
+        """
+        page_ids = list[int]()
+        for index, name in enumerate(names, start):
             run = self._runs.get(name)
             if run is None or not run.has_at(index, name):
-                return index
-        return len(names)
+                break
+            page_ids.append(run.page_ids[index - run.start])
+        return page_ids
+
+    def slot_of(self, name: bytes) -> int | None:
+        """Return the slot of the state after this block, if it is stored."""
+        run = self._runs.get(name)
+        return run.slot_id if run is not None and run.names[-1] == name else None
 
     def resumed(self, names: Sequence[bytes], num_tokens: int) -> None:
         """Note that a prompt resumes after `num_tokens`, as `find` returned.

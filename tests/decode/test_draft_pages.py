@@ -15,7 +15,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
 from engine.speculative.contracts.verify import AcceptedRun
 from engine.speculative.trees.draft_batches import extend_batch, followed_rows
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from runtime.clock import ManualClock
 from runtime.digests import block_names, pairing_digest
 

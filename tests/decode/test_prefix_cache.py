@@ -17,7 +17,7 @@ from engine.core.draft_trees import AcceptedNodes, TokenTree, Verified
 from engine.core.request import Request, SampledToken, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.errors import CapacityError, PeerLostError

@@ -13,7 +13,7 @@ from engine.core.request import FinishReason, ProblemCause, Request, SampledToke
 from engine.core.rows import NOT_SAMPLED
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import Failed
 from runtime.clock import ManualClock
 from runtime.digests import block_names

@@ -14,7 +14,7 @@ from engine.core.state_rows import NO_STATES
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
 from engine.sampling.sampler import Scores
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from prefill.prompts import FirstToken, PrefillEntryEvent, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock

@@ -10,7 +10,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SampledToken, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import DataRanks, EntryTable, Failed
 from prefill.prompts import (
     FirstToken,

@@ -113,7 +113,7 @@ class DiskMetrics:
                 "disk_cache_blocks",
                 "Blocks of the disk cache, one per page, by what happened: written, read, missing "
                 "(removed or damaged before they were read), slower (not read, because it takes longer "
-                "than to compute them), skipped (not written, because too many waited).",
+                "than to compute them), skipped (not written, because they were evicted before their turn).",
                 "event",
                 zeros=(("written",), ("read",), ("missing",), ("slower",), ("skipped",)),
             ),

@@ -15,7 +15,7 @@ from pool.disk.disk_cache import DiskCache
 from pool.disk.stage_blocks import BlockMove
 from pool.prefix.block_reads import MAX_READS
 from pool.prefix.cache import PrefixCache
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from runtime.clock import SystemClock
 from runtime.errors import UnavailableError
 from runtime.observe.metrics.caches import DiskMetrics
@@ -106,6 +106,12 @@ class Scene:
 
     def bring(self, text: str) -> asyncio.Task[None]:
         return asyncio.create_task(self.disk.bring(request(names(text)), names(text)))
+
+    def insert(self, text: str) -> None:
+        """Compute a prompt, and cache all of its blocks."""
+        found = self.cache.find(names(text), len(text) * PAGE + 1).page_ids
+        with self.pages.alloc(len(text) - len(found), owner="a request", shared=found) as lease:
+            self.cache.insert(names(text), lease.page_ids)
 
     def num_cached(self, text: str) -> int:
         return len(self.cache.find(names(text), len(text) * PAGE + 1).page_ids)
@@ -274,9 +280,64 @@ async def test_new_blocks_are_written_and_stay_until_then() -> None:
     await until(lambda: scene.pages.num_free == scene.pages.num_total)
     await scene.disk.finish(1)
     assert scene.count("written") == 3
-    with scene.pages.alloc(6, owner="a request") as lease:
-        scene.cache.insert(names("abcdef"), lease.page_ids)
-    assert scene.count("skipped") == 6, "writes lease a part of the memory only"
+    scene.check_ended()
+
+
+async def test_a_prompt_is_written_though_it_is_longer_than_what_writes_may_lease() -> None:
+    """Of 40 pages five; the next blocks follow as they are written."""
+    scene = Scene("")
+    text = "abcdefghijklm"
+    scene.insert(text)
+    await until(lambda: scene.stages.moves)
+    assert [move.names for move in scene.stages.moves] == [names(text)[:5]]
+    assert scene.pages.num_free == scene.pages.num_total - 13
+    scene.cache.clear()
+    assert scene.pages.num_free == scene.pages.num_total - 5, "what waits holds no memory"
+    scene.stages.may_move.set()
+    await scene.disk.finish(1)
+    assert (scene.count("written"), scene.count("skipped")) == (5, 8)
+    scene.insert(text)
+    await scene.disk.finish(1)
+    assert [move.names for move in scene.stages.moves[1:]] == [
+        names(text)[:5],
+        names(text)[5:10],
+        names(text)[10:],
+    ]
+    assert (scene.count("written"), scene.count("skipped")) == (18, 8)
+    scene.check_ended()
+
+
+async def test_no_more_waits_than_the_cache_holds() -> None:
+    """The third prompt evicts what writes do not hold of the first, and two blocks of the second."""
+    scene = Scene("", num_pages=17)
+    for text in ("abcdefgh", "ijklmnop", "qrstuvwx"):
+        scene.insert(text)
+    await until(lambda: scene.stages.moves)
+    assert scene.count("skipped") == 6, "the rest of the first prompt"
+    scene.stages.may_move.set()
+    await scene.disk.finish(1)
+    written = [name for move in scene.stages.moves for name in move.names]
+    assert written == [*names("abcdefgh")[:2], *names("ijklmnop")[:6], *names("qrstuvwx")]
+    assert scene.count("skipped") == 8
+    scene.check_ended()
+
+
+async def test_a_prompt_that_shares_blocks_writes_its_own_only() -> None:
+    scene = Scene("")
+    scene.stages.may_move.set()
+    scene.insert("abc")
+    scene.insert("abcde")
+    await scene.disk.finish(1)
+    assert [move.names for move in scene.stages.moves] == [names("abc"), names("abcde")[3:]]
+    scene.check_ended()
+
+
+async def test_waiting_ends_though_a_stage_does_not_answer() -> None:
+    scene = Scene("")
+    scene.insert("abc")
+    await scene.disk.finish(0.05)
+    scene.stages.may_move.set()
+    await scene.disk.finish(1)
     scene.check_ended()
 
 

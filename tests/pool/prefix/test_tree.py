@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pool.prefix.eviction import HALF_LIFE_S, HIT_WEIGHT
-from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
+from pool.prefix.resume_rule import ResumeRule
+from pool.prefix.tree import Changed, Found, PrefixTree
 from runtime.clock import ManualClock
 from runtime.digests import NAME_BYTES
 from runtime.errors import InternalError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.cache_policy import CachedPool, TracedPrompt
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from protos import worker_pb2
 from router.workers.candidate import Candidate
 from router.workers.policies import PolicyContext

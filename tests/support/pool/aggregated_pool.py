@@ -12,7 +12,7 @@ from engine.loop import EngineLoop
 from engine.memory.leases import PageAllocator, SlotAllocator
 from models.loader import ModelDescription
 from pool.prefix.journal import PointJournal
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from prefill.prompts import PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import SystemClock

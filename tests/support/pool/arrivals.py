@@ -24,7 +24,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.session_reports import SessionReports
-from pool.prefix.tree import ResumeRule
+from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import DataRanks
 from pool.request.handler import EventPost
 from pool.request.role_switch import RoleSwitch
