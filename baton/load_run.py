@@ -62,6 +62,11 @@ class LoadConversation:
             self._next = replace(query, prompt=cast(tuple[int, ...], prompt))
 
 
+def always(query: Query) -> Callable[[], Query]:
+    """Return a function that returns the query."""
+    return lambda: query
+
+
 def _ignored(query: Query, response: Sequence[int]) -> None:
     """Ignore a response."""
 
@@ -109,14 +114,10 @@ async def run_load(
 ) -> list[Outcome]:
     """Send each query at its time and wait for all of them."""
     requests = [
-        LoadRequest(at_s, partial(_same, query))
+        LoadRequest(at_s, always(query))
         for at_s, query in zip(arrivals_s, queries, strict=True)
     ]
     return await run_requests(client, requests, timeout_s=timeout_s, on_progress=on_progress)
-
-
-def _same(query: Query) -> Query:
-    return query
 
 
 async def run_requests(

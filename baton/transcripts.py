@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from baton.load_run import LoadRequest
+from baton.load_run import LoadRequest, always
 from baton.values import ModelInfo, Query
 from baton.workload import Planned, Tokens, query_of
 
@@ -33,8 +33,8 @@ def recorded_requests(
     for index, item in enumerate(planned):
         turn = item.turn
         if turn is None:
-            query = partial(Transcript(tokens).query, item, index)
-            requests.append(LoadRequest(item.at_s, query))
+            query = Transcript(tokens).query(item, index)
+            requests.append(LoadRequest(item.at_s, always(query)))
             continue
         transcript = transcripts.setdefault(turn.session, Transcript(tokens))
         requests.append(

@@ -1,0 +1,188 @@
+"""`python -m bench.agents TRACE`: recorded agents on a cluster with a disk cache and without.
+
+TRACE is a folder of agents' conversations (`baton.agent_traces`), whose lengths are divided by
+--shrink. The first turns of --conversations of at least --turns turns, which begin at --rate a
+second, are replayed on a prefill and a decode worker. A worker's memory holds 1 / --working-set of
+all that the conversations leave. Fresh clusters with a disk cache and without alternate; a ratio is the median
+over --pairs of them.
+
+    ttft_p90_ratio    time to first token, with the disk cache / without
+    token_p90_ratio   time of a whole request by its tokens, likewise
+    miss_ttft_ratio   the first for prompts without common blocks, which no cache can serve
+
+Bars: `ttft_p90_ratio` at most 0.35, `miss_ttft_ratio` at most 1.02. `--parts` selects from: agents,
+misses.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+from baton.cluster_config import ClusterConfig, demo_model
+from baton.load import Slo, summarize
+from baton.load_run import run_load, run_requests
+from baton.replays import begun, impatient, shrunk
+from baton.transcripts import recorded_requests
+from baton.workload import Arrivals, Planned, Process, make_queries
+from bench.arguments import trace_file
+from bench.cache import Sides, missed
+from bench.command import benchmark_flags, run_benchmark, running_cluster
+from bench.report import OtherLoad, Value
+from engine.memory.layout import bytes_per_page, bytes_per_slot
+from models.loader import read_model
+
+BARS = {"ttft_p90_ratio": (0.0, 0.35), "miss_ttft_ratio": (0.0, 1.02)}
+MAX_CONTEXT = 2048
+TIMEOUT_S = 600.0
+_MIB = 1 << 20
+
+Figures = Mapping[str, float | None]
+
+
+def chosen(trace: Sequence[Planned], flags: argparse.Namespace) -> list[Planned]:
+    """Return the first turns of the first conversations that have enough and fit the context."""
+    first = [item for item in trace if item.turn and item.turn.number < flags.turns]
+    load = impatient(shrunk(first, flags.shrink), flags.max_pause)
+    fitting = Counter(
+        item.turn.session
+        for item in load
+        if item.turn and item.prompt_tokens + item.output_tokens <= MAX_CONTEXT
+    )
+    whole = [session for session, count in fitting.items() if count == flags.turns]
+    sessions = set(whole[: flags.conversations])
+    load = [item for item in load if item.turn and item.turn.session in sessions]
+    return begun(load, Arrivals(Process.CONSTANT, flags.rate), seed=0)
+
+
+def left_tokens(load: Sequence[Planned]) -> int:
+    """Return how many tokens the conversations leave: of prompts, each once, and of responses.
+
+    They leave a recurrent state for each turn in addition.
+    """
+    blocks: dict[int, int] = {}
+    rest = 0
+    for item in load:
+        named = item.blocks[: item.prompt_tokens // item.block_tokens]
+        blocks |= dict.fromkeys(named, item.block_tokens)
+        rest += item.output_tokens
+    return rest + sum(blocks.values())
+
+
+async def replayed(
+    load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int, disk: Path | None
+) -> tuple[Figures, float]:
+    """Return the figures of the load on a fresh cluster, and the share of cached tokens."""
+    if disk is not None:
+        shutil.rmtree(disk, ignore_errors=True)
+    config = ClusterConfig(
+        model=flags.model,
+        memory_mb=memory_mb,
+        max_context=MAX_CONTEXT,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        disk_cache=disk,
+        worker_flags=("--page-size", str(flags.page_size)),
+    )
+    async with running_cluster(config) as (_, client):
+        info = await client.model_info()
+        warm_up = [Planned(0.0, flags.page_size, 4)] * 2
+        await run_load(client, make_queries(info, warm_up, seed=1), [0.0, 1.0])
+        requests = recorded_requests(info, load, seed=0)
+        began_s = time.monotonic()
+        outcomes = await run_requests(client, requests, timeout_s=TIMEOUT_S)
+        figures = summarize(outcomes, Slo(1, 1), time.monotonic() - began_s)
+    if disk is not None:
+        shutil.rmtree(disk)
+    cached = sum(outcome.cached_tokens for outcome in outcomes)
+    return figures, cached / max(sum(outcome.prompt_tokens for outcome in outcomes), 1)
+
+
+async def compared(
+    load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int
+) -> dict[str, Value]:
+    """Return the figures of both sides, and their ratios."""
+    first, token = Sides(), Sides()
+    shares: dict[bool, float] = {}
+    failed = 0.0
+    for pair in range(flags.pairs):
+        sides: dict[bool, Figures] = {}
+        for has_disk in (True, False) if pair % 2 == 0 else (False, True):
+            disk = flags.folder / "disk" if has_disk else None
+            sides[has_disk], shares[has_disk] = await replayed(load, flags, memory_mb, disk)
+            failed += sides[has_disk]["failed"] or 0.0
+        for ratio, name in ((first, "ttft_s_p90"), (token, "e2e_s_per_token_p90")):
+            ratio.add(*(cast(float, sides[has_disk][name]) for has_disk in (True, False)))
+    return {
+        "failed": failed,
+        "ttft_p90_s_disk": median(first.side),
+        "ttft_p90_s_none": median(first.base),
+        "ttft_p90_ratio": first.ratio,
+        "token_p90_ratio": token.ratio,
+        "cached_share_disk": shares[True],
+        "cached_share_none": shares[False],
+    }
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    load = chosen(flags.trace, flags)
+    specs = read_model(flags.model).cache_specs(flags.page_size)
+    left_bytes = left_tokens(load) / flags.page_size * bytes_per_page(specs)
+    left_bytes += len(load) * bytes_per_slot(specs)
+    memory_mb = max(1, round(left_bytes / flags.working_set / _MIB))
+    others = OtherLoad()
+    values: dict[str, Value] = {
+        "requests": len(load),
+        "prompt_tokens": sum(item.prompt_tokens for item in load),
+        "memory_mb": memory_mb,
+        "working_set": left_bytes / memory_mb / _MIB,
+    }
+    parts = flags.parts.split(",")
+    if "agents" in parts:
+        values |= await compared(load, flags, memory_mb)
+    if "misses" in parts:
+        missing = await compared([replace(item, blocks=()) for item in load], flags, memory_mb)
+        values["miss_ttft_ratio"] = missing["ttft_p90_ratio"]
+        values["miss_cached_share"] = missing["cached_share_disk"]
+    return {**values, **others.figures()}
+
+
+def main() -> int:
+    parser = benchmark_flags(__doc__)
+    parser.add_argument("trace", type=trace_file)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "baton-bench-agents",
+        help="directory for the disk cache; default %(default)s",
+    )
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument("--max-pause", type=float, default=5.0, help="seconds; default 5")
+    parser.add_argument("--rate", type=float, default=0.5, help="default 0.5")
+    for name, default in (
+        ("conversations", 32),
+        ("turns", 16),
+        ("shrink", 32),
+        ("working-set", 10),
+        ("pairs", 3),
+        ("page-size", 64),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument(
+        "--parts", default="agents,misses", help="parts to run; default %(default)s"
+    )
+    return run_benchmark("agents", parser, measure, partial(missed, bars=BARS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
