@@ -114,8 +114,7 @@ async def run_load(
 ) -> list[Outcome]:
     """Send each query at its time and wait for all of them."""
     requests = [
-        LoadRequest(at_s, always(query))
-        for at_s, query in zip(arrivals_s, queries, strict=True)
+        LoadRequest(at_s, always(query)) for at_s, query in zip(arrivals_s, queries, strict=True)
     ]
     return await run_requests(client, requests, timeout_s=timeout_s, on_progress=on_progress)
 
