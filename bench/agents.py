@@ -45,8 +45,6 @@ MAX_CONTEXT = 2048
 TIMEOUT_S = 600.0
 _MIB = 1 << 20
 
-Figures = Mapping[str, float | None]
-
 
 def chosen(trace: Sequence[Planned], flags: argparse.Namespace) -> list[Planned]:
     """Return the first turns of the first conversations that have enough and fit the context."""
@@ -79,7 +77,7 @@ def left_tokens(load: Sequence[Planned]) -> int:
 
 async def replayed(
     load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int, disk: Path | None
-) -> tuple[Figures, float]:
+) -> tuple[Mapping[str, float | None], float]:
     """Return the figures of the load on a fresh cluster, and the share of cached tokens."""
     if disk is not None:
         shutil.rmtree(disk, ignore_errors=True)
@@ -114,7 +112,7 @@ async def compared(
     shares: dict[bool, float] = {}
     failed = 0.0
     for pair in range(flags.pairs):
-        sides: dict[bool, Figures] = {}
+        sides: dict[bool, Mapping[str, float | None]] = {}
         for has_disk in (True, False) if pair % 2 == 0 else (False, True):
             disk = flags.folder / "disk" if has_disk else None
             sides[has_disk], shares[has_disk] = await replayed(load, flags, memory_mb, disk)

@@ -283,7 +283,7 @@ async def test_new_blocks_are_written_and_stay_until_then() -> None:
     scene.check_ended()
 
 
-async def test_a_prompt_is_written_though_it_is_longer_than_what_writes_may_lease() -> None:
+async def test_a_prompt_longer_than_the_share_of_writes_is_written() -> None:
     """Of 40 pages five; the next blocks follow as they are written."""
     scene = Scene("")
     text = "abcdefghijklm"
