@@ -67,6 +67,7 @@ def logprob_by_transformers(text: str, choice: str) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 300)  # 741 MB are installed first
 async def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
     installed = harness()
     questions = tmp_path / "questions.jsonl"
