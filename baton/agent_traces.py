@@ -12,6 +12,7 @@ arrived by then, and that no request had followed yet.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from baton.workload import Planned, Turn
@@ -82,7 +83,7 @@ def _calls(
 
     A sub-agent's times count from its own start, or from that of the conversation.
     """
-    for place, entry in enumerate(entries):
+    for entry, following in zip_longest(entries, entries[1:]):
         at_s = offset_s + float(entry["t"])
         if "requests" in entry:
             inner = entry["requests"]
@@ -91,7 +92,7 @@ def _calls(
             continue
         yield _RecordedCall(
             at_s,
-            at_s + _response_s(entry, entries[place + 1 :]),
+            at_s + _response_s(entry, following),
             float(entry["think_time"]) if "think_time" in entry else None,
             int(entry["in"]),
             int(entry["out"]),
@@ -99,14 +100,14 @@ def _calls(
         )
 
 
-def _response_s(entry: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> float:
+def _response_s(entry: Mapping[str, Any], following: Mapping[str, Any] | None) -> float:
     """Return the time of a response; if it is not recorded, until the next request's pause."""
     if "api_time" in entry:
         return float(entry["api_time"])
-    if not later:
+    if following is None:
         return 0.0
-    pause_s = float(later[0].get("think_time", 0.0))
-    return max(float(later[0]["t"]) - float(entry["t"]) - pause_s, 0.0)
+    pause_s = float(following.get("think_time", 0.0))
+    return max(float(following["t"]) - float(entry["t"]) - pause_s, 0.0)
 
 
 def _after(calls: Sequence[_RecordedCall], at_s: float) -> tuple[int, ...]:

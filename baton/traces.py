@@ -127,7 +127,14 @@ def _conversations(texts: Iterable[tuple[str, str | bytes]]) -> Iterator[Planned
     for session, (where, text) in enumerate(texts):
         try:
             turns, num_unanswered = agent_traces.conversation(json.loads(text), session, shared)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ConfigError(
                 f"{where}: needs requests with t, in, out and hash_ids ({error!r})", field="trace"
             ) from None
@@ -153,7 +160,7 @@ def _json_lines(lines: Iterable[tuple[str, str]]) -> Iterator[Planned]:
             if "session_id" in values:
                 item = replace(item, turn=_turn(values, before, item.at_s, len(sessions)))
                 sessions[values["session_id"]] = item
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})", field="trace"
             ) from None
@@ -189,7 +196,7 @@ def _rows(lines: Iterator[str], path: Path, columns: _Columns) -> Iterator[Plann
             at_s = _time_s(row[columns.at])
             prompt = int(row[columns.prompt_tokens])
             output = int(row[columns.output_tokens])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ConfigError(
                 f"{where}: needs {columns.at}, {columns.prompt_tokens} and {columns.output_tokens} "
                 f"({error!r})",

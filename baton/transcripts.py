@@ -33,7 +33,7 @@ def recorded_requests(
     for index, item in enumerate(planned):
         turn = item.turn
         if turn is None:
-            query = Transcript(tokens).query(item, index)
+            query = query_of(item, tokens.tail(item, index), index)
             requests.append(LoadRequest(item.at_s, always(query)))
             continue
         transcript = transcripts.setdefault(turn.session, Transcript(tokens))
@@ -73,7 +73,7 @@ class Transcript:
             last = block
         if last is not None:
             prompt += self._tails.get(last, ())[: item.prompt_tokens - len(prompt)]
-        prompt += self._rest(item, index, named, len(prompt))
+        prompt += self._tokens.tail(item, index, len(prompt), self._blocks)
         for place, block in enumerate(named[: item.prompt_tokens // size]):
             self._blocks.setdefault(block, prompt[place * size : (place + 1) * size])
         return query_of(item, prompt, index)
@@ -85,12 +85,3 @@ class Transcript:
             prompt = cast(tuple[int, ...], query.prompt)
             tail = prompt[num_whole * item.block_tokens :]
             self._tails[item.blocks[num_whole - 1]] = [*tail, *response]
-
-    def _rest(self, item: Planned, index: int, named: Sequence[int], begin: int) -> list[int]:
-        """Return the tokens of a prompt from `begin` on, which are new in the conversation."""
-        size = item.block_tokens
-        own = self._tokens.of_request(index, item.prompt_tokens - begin)
-        rest = own[: min(-begin % size, len(own))]
-        for block in named[-(-begin // size) :]:
-            rest += self._blocks.get(block) or self._tokens.of_block(block, size)
-        return [*rest, *own[len(rest) :]][: len(own)]

@@ -5,9 +5,10 @@ Lengths.parse("uniform:96-288").draw(rng)
 """
 
 import random
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Self
 
 from baton.values import ModelInfo, Query, Sampling, Stop
@@ -16,6 +17,7 @@ from runtime.errors import ConfigError
 MAX_LENGTH = 1 << 20
 MAX_BLOCK = (1 << 64) - 1
 BLOCK_TOKENS = 512  # of a trace's blocks
+NOTHING: Mapping[int, list[int]] = MappingProxyType({})
 
 
 class Process(StrEnum):
@@ -216,9 +218,7 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
     Raises:
         ConfigError: requests are too long and `too_long` is REFUSE, or no request is left.
     """
-    long = [
-        item for item in planned if item.prompt_tokens + item.output_tokens > max_context_tokens
-    ]
+    long = [item for item in planned if _is_long(item, max_context_tokens)]
     if not long:
         return Fitted(tuple(planned))
     if too_long is TooLong.REFUSE:
@@ -231,7 +231,7 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
         )
     if too_long is TooLong.CUT:
         return Fitted(tuple(_cut(item, max_context_tokens) for item in planned), num_cut=len(long))
-    kept = _without(planned, {id(item) for item in long})
+    kept = _without_long(planned, max_context_tokens)
     if not kept:
         raise ConfigError(
             f"none of the {len(planned)} requests fits into the context of {max_context_tokens} "
@@ -241,8 +241,12 @@ def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLon
     return Fitted(kept, num_skipped=len(long))
 
 
-def _without(planned: Sequence[Planned], skipped: Container[int]) -> tuple[Planned, ...]:
-    """Return the load without requests of these ids; the turns after them wait for those before."""
+def _is_long(item: Planned, max_context_tokens: int) -> bool:
+    return item.prompt_tokens + item.output_tokens > max_context_tokens
+
+
+def _without_long(planned: Sequence[Planned], max_context_tokens: int) -> tuple[Planned, ...]:
+    """Return the requests that fit; the turns after the others wait for those before them."""
     before: dict[tuple[int, int], tuple[int, ...]] = {}  # of skipped turns
     kept = []
     for item in planned:
@@ -254,7 +258,7 @@ def _without(planned: Sequence[Planned], skipped: Container[int]) -> tuple[Plann
                 for number in before.get((turn.session, each), (each,))
             )
             turn = replace(turn, after=tuple(after))
-        if id(item) not in skipped:
+        if not _is_long(item, max_context_tokens):
             kept.append(item if turn == item.turn else replace(item, turn=turn))
         elif turn is not None:
             before[turn.session, turn.number] = turn.after
@@ -282,13 +286,24 @@ class Tokens:
         self._ordinary = ordinary_tokens(info)
         self._seed = seed
 
-    def of_block(self, block: int, count: int) -> list[int]:
-        """Return the tokens of a trace's block."""
-        return random.Random(f"{self._seed}/{block}").choices(self._ordinary, k=count)
+    def tail(
+        self, item: Planned, index: int, begin: int = 0, known: Mapping[int, list[int]] = NOTHING
+    ) -> list[int]:
+        """Return the tokens of a prompt from `begin` on.
 
-    def of_request(self, index: int, count: int) -> list[int]:
-        """Return tokens that no other request has."""
-        return random.Random(f"{self._seed} {index}").choices(self._ordinary, k=count)
+        Whole blocks from there on have those of `known`, or the same ones in every prompt. Other
+        tokens belong to the request with this index in the load.
+        """
+        size = item.block_tokens
+        count = item.prompt_tokens - begin
+        own = self._drawn(f" {index}", count)
+        tokens = own[: -begin % size]
+        for block in item.blocks[-(-begin // size) : -(-item.prompt_tokens // size)]:
+            tokens += known.get(block) or self._drawn(f"/{block}", size)
+        return [*tokens, *own[len(tokens) :]][:count]
+
+    def _drawn(self, name: str, count: int) -> list[int]:
+        return random.Random(f"{self._seed}{name}").choices(self._ordinary, k=count)
 
 
 def query_of(item: Planned, prompt: Sequence[int], index: int) -> Query:
@@ -307,13 +322,4 @@ def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> l
     A block of a trace always has the same tokens. Turns are not taken into account.
     """
     tokens = Tokens(info, seed)
-    queries = []
-    for index, item in enumerate(planned):
-        shared = [
-            token
-            for block in item.blocks[: -(-item.prompt_tokens // item.block_tokens)]
-            for token in tokens.of_block(block, item.block_tokens)
-        ][: item.prompt_tokens]
-        own = tokens.of_request(index, item.prompt_tokens - len(shared))
-        queries.append(query_of(item, (*shared, *own), index))
-    return queries
+    return [query_of(item, tokens.tail(item, index), index) for index, item in enumerate(planned)]

@@ -3,8 +3,8 @@
 TRACE is a folder of agents' conversations (`baton.agent_traces`), whose lengths are divided by
 --shrink. The first turns of --conversations of at least --turns turns, which begin at --rate a
 second, are replayed on a prefill and a decode worker. A worker's memory holds 1 / --working-set of
-all that the conversations leave. Fresh clusters with a disk cache and without alternate; a ratio is the median
-over --pairs of them.
+all that the conversations leave. Fresh clusters with a disk cache and without alternate; a ratio is
+the median over --pairs of them.
 
     ttft_p90_ratio    time to first token, with the disk cache / without
     token_p90_ratio   time of a whole request by its tokens, likewise

@@ -67,7 +67,6 @@ class BlockWrites:
             if room < 1:
                 return
             stored = self._waiting.popleft()
-            self._num_waiting -= _size(stored)
             names = stored.names[:room]
             page_ids = self._cache.pages_of(names, stored.start)
             if len(page_ids) < len(names):
@@ -81,6 +80,7 @@ class BlockWrites:
                 self._num_waiting += _size(rest)
             is_end = len(names) == len(stored.names)
             self._write(stored, names, page_ids, with_state=stored.has_state and is_end)
+            self._num_waiting -= _size(stored)  # last: `is_idle` is read meanwhile
 
     def _write(
         self,
