@@ -12,6 +12,7 @@ from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import MAX_GRAMMAR_BYTES
+from runtime.rpc.unknown_fields import unknown_fields
 
 MAX_TOP_LOGPROBS = 20
 MAX_LISTED_TOKENS = 1024  # biases, and stop tokens; routers accept fewer stop tokens
@@ -119,7 +120,7 @@ def _violations(
     message: pb.EngineRequest, vocab_size: int, max_context_tokens: int
 ) -> list[FieldViolation]:
     prompt = message.prompt_token_ids
-    found = []
+    found = unknown_fields(message)
     if not prompt:
         found.append(FieldViolation("prompt_token_ids", "must not be empty"))
     if message.max_tokens < 1:

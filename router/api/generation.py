@@ -30,6 +30,7 @@ from runtime.clock import Clock
 from runtime.errors import BatonError, DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.observe.log import rebind
 from runtime.observe.tracing import note
+from runtime.rpc.unknown_fields import unknown_fields
 from runtime.security.access import ANYBODY, Caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -241,6 +242,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def FlushCaches(
         self, request: generation_pb2.FlushCachesRequest, context: Context
     ) -> generation_pb2.FlushCachesResponse:
+        if unknown := unknown_fields(request):
+            raise InvalidRequestError(*unknown)
         flushed = await asyncio.gather(
             *(_flush(worker) for worker in self._services.directory.workers)
         )

@@ -23,6 +23,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
+from runtime.rpc.unknown_fields import unknown_fields
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
 
 MAX_REQUEST_ID_BYTES = 128
@@ -109,6 +110,7 @@ async def admissible(
     """
     adapter = facts.adapter_of(request.model)
     violations = [
+        *unknown_fields(request),
         *_identity(request, most_urgent),
         *_prompt(request, facts, text_tokenizer),
         *_sampling(request.sampling, facts),

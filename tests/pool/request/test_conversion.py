@@ -42,3 +42,10 @@ def test_lists_are_measured_before_they_are_looked_through(
     ]
     assert f"has {count} entries, the limit is {limit}" in found
     assert not any("vocabulary" in description for description in found)
+
+
+def test_a_field_of_a_newer_router_is_refused() -> None:
+    request = types_pb2.EngineRequest(prompt_token_ids=[1, 2], max_tokens=1)
+    request.MergeFromString(b"\x98\x3e\x01")
+    with pytest.raises(InvalidRequestError, match="field 995: is unknown to this version"):
+        request_from_proto(request, vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT)

@@ -19,6 +19,7 @@ from router.text.model_facts import ServedModel
 from router.text.tokenizer import TextTokenizer
 from runtime.errors import InvalidRequestError, UnknownModelError
 from runtime.grammar import Grammar, Grammars
+from runtime.version import VERSION
 from tests.router.harness import (
     EOS,
     FACTS,
@@ -77,6 +78,11 @@ def both(*changes: Change) -> Change:
 
 
 BAD: dict[str, tuple[Change, str, str]] = {
+    "a newer version's field": (
+        lambda request: request.sampling.MergeFromString(b"\x98\x3e\x01"),
+        "sampling.field 995",
+        f"is unknown to this version ({VERSION})",
+    ),
     "no prompt": (without_prompt, "prompt", "must be given"),
     "empty text": (with_fields(text=""), "text", "not be empty"),
     "no ids": (with_ids([]), "token_ids.ids", "not be empty"),
