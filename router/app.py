@@ -242,7 +242,11 @@ def _services(
     admission = Admission(
         directory,
         AdmissionLimits(
-            config.max_waiting, config.max_wait_s, peer_wait_s, Holdback.parse(config.holdback)
+            config.max_waiting,
+            config.max_wait_s,
+            peer_wait_s,
+            Holdback.parse(config.holdback),
+            config.preempt_from,
         ),
         metrics,
         service_model,

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import Field
 
 from router.request.holdback import Holdback, HoldbackField
-from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
+from router.request.priorities import DEFAULT_LIMITS, MAX_PRIORITY, PriorityLimitField
 from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
@@ -91,6 +91,13 @@ class RouterConfig(TlsConfig):
         default=(),
         description="PRIORITY=SHARE: requests of this priority or a less urgent one are placed only "
         "while a decode pool is used less than this; repeatable.",
+    )
+    preempt_from: int = Field(
+        default=1,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY + 1,
+        description="When decode pools are full, running requests of this priority or a less "
+        "urgent one pause for more urgent ones; 101: none do.",
     )
     client_limits: Path | None = Field(
         default=None,

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 
 from router.request.demand import MAX_RETRY_S, Cause, Demand, Refusal, WaitingLimits
+from router.request.preemption import Preemption
 from router.request.rejections import AdmissionLimits, Rejections
 from router.request.scoring import ScoringPlaces
 from router.request.service_times import Rates, ServiceTimeModel, TokenWork
@@ -52,6 +53,9 @@ class Admission:
         self._line: WaitingLine[QueuedRequest] = WaitingLine(
             WaitingLimits(limits.max_waiting, limits.max_wait_s), service_model
         )
+        self.preemption = Preemption(
+            directory.placement, self._clock, limits.preempt_from, self._line.first_priority
+        )
         self._entered = asyncio.Event()  # set when a request is queued
         self._swept_s = self._clock.now()
         self._rejections = Rejections(directory, limits, metrics)
@@ -77,9 +81,7 @@ class Admission:
         return self._line.num_arrived
 
     def wait_s(self) -> float:
-        """Return how long a new request would wait at the end of the queue, from measured rates; 0
-        if nothing was measured.
-        """
+        """Return the queueing time of a new request by measured rates; 0 if nothing was measured."""
         return self._rates().wait_s(self._line.work)
 
     def retry_after_s(
@@ -208,10 +210,9 @@ class Admission:
             UnavailableError: no workers can serve it.
             DeadlineError: even the fastest worker could not end in time.
         """
-        problem = self._directory.refusal()
-        if problem and self._directory.pairless_s >= self._grace_s:
+        if self._directory.refusal() and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
-            raise UnavailableError(problem, retry_after_s=self._rejections.away_s())
+            raise self._rejections.no_pair()
         if self._lacks_compatible_workers(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise self._rejections.no_compatible_workers(request)
@@ -268,9 +269,10 @@ class Admission:
         )
 
     def _is_held_back(self, request: AdmissibleRequest) -> bool:
-        holdback = self._limits.holdback
-        return bool(holdback.ceilings) and holdback.is_held(
-            request.engine.priority, self._directory.usable(WorkerRole.DECODE)
+        priority, holdback = request.engine.priority, self._limits.holdback
+        return self.preemption.holds_back(priority) or (
+            bool(holdback.ceilings)
+            and holdback.is_held(priority, self._directory.usable(WorkerRole.DECODE))
         )
 
     def _pump(self) -> None:
@@ -309,6 +311,7 @@ class Admission:
             elif passed_by == math.inf and self._placement.awaits_prefill(request.placement):
                 passed_by = num_tokens
             else:
+                self.preemption.make_room(request.placement, waiter.demand.priority)
                 break
 
     def _place_by_caches(self) -> None:
@@ -384,12 +387,7 @@ class Admission:
     def _fail_all(self) -> None:
         for waiter in self._line.clear():
             self._metrics.dropped.labels(Cause.WORKERS).inc()
-            self._fail(
-                waiter,
-                UnavailableError(
-                    self._directory.refusal(), retry_after_s=self._rejections.away_s()
-                ),
-            )
+            self._fail(waiter, self._rejections.no_pair())
 
     @staticmethod
     def _fail(waiter: Waiter[QueuedRequest], error: BatonError) -> None:

@@ -109,6 +109,11 @@ class ClientStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """The request gives way to a more urgent one, unless it has no pool that generates."""
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """The client aborts the request."""
 
@@ -141,6 +146,7 @@ RequestEvent = (
     | StreamEnded
     | ReplyOverdue
     | ClientStopped
+    | Preempted
     | Aborted
     | DeadlinePassed
     | ClientGone
@@ -247,10 +253,14 @@ class SearchDecode:
 
 @dataclass(frozen=True, slots=True)
 class SearchPair:
-    """Search for a pair in place of the one whose pool is lost, if possible with another pool."""
+    """Search for a pair in place of the one whose pool is lost, if possible with another pool.
+
+    `gives_way`: the request was preempted, and waits for its turn.
+    """
 
     number: int
     lost: BookedWorker
+    gives_way: bool = False
 
 
 class Emit(NamedTuple):

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protos import types_pb2
 from router.request import events as ev
 from router.request.admission import Admission
 from router.request.answer import Answer
@@ -20,7 +19,7 @@ from router.request.machine import RequestMachine
 from router.request.notes import RequestNotes, booking_of
 from router.request.resumption import finish_of
 from router.request.retries import FlowLimits
-from router.request.search import WorkerSearch, found_event
+from router.request.search import WorkerSearch
 from router.request.service_times import ServiceRecord, ServiceTimeModel, TokenWork
 from router.request.streams import RequestStreams
 from router.request.tickets import AdmissionTicket, Placed
@@ -29,6 +28,7 @@ from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import DueTimer
 from router.workers.directory import Directory
 from router.workers.placement_request import WorkerPair
+from router.workers.worker import Booking
 from runtime.clock import Deadline
 from runtime.errors import BatonError, CapacityError, UnavailableError
 from runtime.observe.metrics.router import ClientMetrics, RouterMetrics
@@ -67,7 +67,14 @@ class RequestFlow:
         self._timeout_s = timeout_s
         self._deadline = Deadline.after(services.service_model.clock, timeout_s)
         self._machine = RequestMachine(services.limits, timeout_s, resumed)
-        self._search = WorkerSearch(services.directory, services.limits, request.placement)
+        preemption = services.admission.preemption
+        self._search = WorkerSearch(
+            services.directory,
+            services.limits,
+            request.placement,
+            preemption,
+            request.engine.priority,
+        )
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         self._due_at_s: float | None = None
@@ -93,8 +100,8 @@ class RequestFlow:
             ev.Release: self._release,
             ev.MarkLost: self._mark_lost,
             ev.CheckLink: self._check_link,
-            ev.SearchPrefill: self._search_prefill,
-            ev.SearchDecode: self._search_decode,
+            ev.SearchPrefill: self._search_worker,
+            ev.SearchDecode: self._search_worker,
             ev.SearchPair: self._search_pair,
             ev.Emit: self._emit,
             ev.EmitScores: self._emit_scores,
@@ -103,6 +110,16 @@ class RequestFlow:
             ev.NoteMigration: self._note_migration,
             ev.End: self._stop,
         }
+
+    @property
+    def preemptible_on(self) -> Booking | None:
+        """Return the booking of the pool on which the request may be preempted now."""
+        pool = self._machine.preemptible_on
+        return None if pool is None else booking_of(pool)
+
+    def preempt(self) -> None:
+        """Give way to a more urgent request; the stream pauses."""
+        self._happened(ev.Preempted())
 
     def abort(self) -> None:
         """End the request now, with FINISH_REASON_ABORTED. Idempotent."""
@@ -237,7 +254,7 @@ class RequestFlow:
     def _placed(self, number: int, placed: Placed) -> None:
         if self._admitting is not None:
             self._admitting.note(placement=placed.pair.kind)
-        self._end_admission()
+            self._admitting.end()
         services = self._services
         self._charged = placed.charged
         self._timeline.placed()
@@ -250,11 +267,8 @@ class RequestFlow:
         placement = services.directory.placement
         self._notes = RequestNotes(self._request, self.answer, record, placement, services.metrics)
         services.metrics.running.inc()
+        services.admission.preemption.add(self, self._request.engine.priority)
         self._happened(self._pair_placed(number, placed.pair))
-
-    def _end_admission(self) -> None:
-        if self._admitting is not None:
-            self._admitting.end()
 
     def _pair_placed(self, number: int, pair: WorkerPair) -> ev.PairPlaced:
         num_missing = self._request.prompt.num_tokens - pair.decode.num_cached
@@ -287,23 +301,12 @@ class RequestFlow:
         is_fed = placement.is_fed(self._request.placement, pool)
         self._happened(ev.LinkChecked(command.number, is_fed))
 
-    def _search_prefill(self, command: ev.SearchPrefill) -> None:
-        async def search() -> ev.RequestEvent:
-            worker = await self._search.prefill(command, booking_of(command.pool))
-            return found_event(command.number, worker)
-
-        self._start(command.number, self._report(search))
-
-    def _search_decode(self, command: ev.SearchDecode) -> None:
-        async def search() -> ev.RequestEvent:
-            worker, has_started_over = await self._search.decode(command)
-            return found_event(command.number, worker, has_started_over=has_started_over)
-
-        self._start(command.number, self._report(search))
+    def _search_worker(self, command: ev.SearchPrefill | ev.SearchDecode) -> None:
+        self._start(command.number, self._report(lambda: self._search.worker(command)))
 
     def _search_pair(self, command: ev.SearchPair) -> None:
         async def search() -> ev.RequestEvent:
-            pair = await self._search.pair(booking_of(command.lost))
+            pair = await self._search.pair(command)
             if pair is None:
                 return ev.SearchFailed(command.number)
             return self._pair_placed(command.number, pair)
@@ -370,31 +373,28 @@ class RequestFlow:
 
     def _stop(self, end: ev.End) -> None:
         """End the request for the client."""
+        admission = self._services.admission
+        admission.preemption.discard(self)
         self._due_timer.close()
-        self._end_admission()
+        if self._admitting is not None:
+            self._admitting.end()
         if self._notes is not None:
             self._services.metrics.running.dec()
             num_tokens = self.answer.num_tokens
             self.work = TokenWork(self._notes.num_computed, num_tokens - self._num_resumed)
-            self._record_end(end, self._notes.record, num_tokens)
+            # The deadline ends the request, even if the client's end of the call noticed first.
+            is_late = self._deadline.remaining_s() <= CLOCKS_DIFFER_S
+            self._notes.ended(end, num_tokens, is_late=is_late)
+        if isinstance(end.error, CapacityError | UnavailableError):
+            end.error.retry_after_s = admission.retry_after_s(end.error, self._request)
         if end.finish is not None:
             self.answer.rest()
             self.answer.finish(self.answer.stopped or end.finish)
         if self._charged is not None:
-            self._services.admission.settle(self._request, self._charged, self.work)
+            admission.settle(self._request, self._charged, self.work)
         self._conclude(end)
 
     def _conclude(self, end: ev.End) -> None:
         self._end = end
         if not self._ended.done():
             self._ended.set_result(None)
-
-    def _record_end(self, end: ev.End, record: ServiceRecord, num_tokens: int) -> None:
-        error = end.error
-        if end.finish is not None and end.finish.reason != types_pb2.FINISH_REASON_ABORTED:
-            record.ended(num_tokens)
-        elif end.finish is None and self._deadline.remaining_s() <= CLOCKS_DIFFER_S:
-            # The deadline ends the request, even if the client's end of the call noticed first.
-            record.cut_off()
-        if isinstance(error, CapacityError | UnavailableError):
-            error.retry_after_s = self._services.admission.retry_after_s(error, self._request)

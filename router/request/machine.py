@@ -32,7 +32,8 @@ over at 2. It recomputes the tokens already sent without sampling or sending the
 stream goes on. Sampling is keyed by seed and position, so the continuation is the same. The pair
 must serve the same weights with the same numerics: its compatibility digest fits the lost pool's. A
 request that loses pool after pool may itself kill or stall them, so losses are bounded. Pools that
-drain hand requests back on purpose and do not count.
+drain hand requests back on purpose and do not count. Neither do preemptions: a request that gives
+way to a more urgent one leaves its pool and migrates when its turn comes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ from protos import generation_pb2, types_pb2
 from router.request.events import (
     Aborted,
     Arrived,
+    BookedWorker,
     ClientGone,
     ClientStopped,
     Close,
@@ -57,6 +59,7 @@ from router.request.events import (
     NoteRetry,
     Outbox,
     PairPlaced,
+    Preempted,
     Received,
     ReplyOverdue,
     RequestEvent,
@@ -71,6 +74,7 @@ from router.request.retries import FlowLimits, MoveReason, move_reason
 from router.request.transitions import (
     REQUEST_TRANSITIONS,
     IllegalEventError,
+    PoolState,
     RequestState,
     RequestStep,
     Stateful,
@@ -90,7 +94,7 @@ class Migration:
     """A migration under way, until the request has resumed or ended.
 
     `number` is that of the search. `error` ends the request if no pair is found; `retry_reason`
-    labels the retry otherwise.
+    labels the retry otherwise, "" if it is none.
     """
 
     number: int
@@ -119,11 +123,23 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         self._pair: RequestPair | None = None
         self._migration: Migration | None = None
         self._num_lost = 0
+        self._num_before = 0  # tokens emitted when the pair was placed
 
     @property
     def pair(self) -> RequestPair | None:
         """Return the halves of the request on its pair of workers, if it has one."""
         return self._pair
+
+    @property
+    def preemptible_on(self) -> BookedWorker | None:
+        """Return the pool that generates the response; None if the request cannot give way now.
+
+        On each pair it generates a token first, so that it makes progress.
+        """
+        pair = self._pair
+        if pair is None or pair.pool.state is not PoolState.DECODING:
+            return None
+        return pair.pool.worker if len(self.token_ids) > self._num_before else None
 
     @property
     def token_ids(self) -> list[int]:
@@ -175,9 +191,10 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
             self._out.release(event.pool)
             return
         self.move(RequestStep.PLACE)
+        self._num_before = len(self.token_ids)
         self._pair = RequestPair(event, self._progress, self._limits, self._out)
         self._pair.start(now_s)
-        if migration is not None:
+        if migration is not None and migration.retry_reason:
             reason, error = migration.retry_reason, str(migration.error)
             self._out.append(NoteRetry(WorkerRole.DECODE, reason, error))
 
@@ -222,9 +239,22 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         self._migration = Migration(self._out.number(), reason, final, lost.retry_reason)
         if self._num_lost > self._limits.migrations:
             raise final
+        self._search_pair(self._migration, lost.pool)
+
+    def _preempted(self, _: Preempted, __: float) -> None:
+        pair, pool = self._pair, self.preemptible_on
+        if pair is None or pool is None:
+            return
+        pair.give_up()
+        error = PeerLostError("no workers are left on which the preempted request could resume")
+        self._migration = Migration(self._out.number(), MoveReason.PREEMPTED, error, "")
+        self._search_pair(self._migration, pool)
+
+    def _search_pair(self, migration: Migration, pool: BookedWorker) -> None:
         self.move(RequestStep.MIGRATE)
         self._pair = None
-        self._out.append(SearchPair(self._migration.number, lost.pool))
+        gives_way = migration.reason is MoveReason.PREEMPTED
+        self._out.append(SearchPair(migration.number, pool, gives_way))
 
     def _found_late(self, event: WorkerFound, _: float) -> None:
         self._out.release(event.worker)
@@ -275,6 +305,7 @@ class RequestMachine(Stateful[RequestState, RequestStep]):
         PairPlaced: _placed,
         NotAdmitted: _not_admitted,
         ClientStopped: _stopped,
+        Preempted: _preempted,
         Aborted: _aborted,
         DeadlinePassed: _deadline_passed,
         ClientGone: _client_gone,

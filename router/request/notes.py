@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, prefill_pb2, types_pb2
 from router.request.answer import Answer
-from router.request.events import Milestone, Note
+from router.request.events import End, Milestone, Note
 from router.request.service_times import ServiceRecord
 from router.request.validate import AdmissibleRequest
 from router.workers.placement import WorkerPlacement
@@ -85,6 +85,14 @@ class RequestNotes:
     def _charge(self, num_cached: int) -> None:
         # Of a resumed response more than the prompt may be cached.
         self.num_computed = max(0, len(self._request.engine.prompt_token_ids) - num_cached)
+
+    def ended(self, end: End, num_tokens: int, *, is_late: bool) -> None:
+        """Record what the end says of the service time. `is_late`: its deadline has passed."""
+        if end.finish is None:
+            if is_late:
+                self.record.cut_off()
+        elif end.finish.reason != types_pb2.FINISH_REASON_ABORTED:
+            self.record.ended(num_tokens)
 
     def _joined(self, pool: Booking) -> None:
         self.record.committed(pool)

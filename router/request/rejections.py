@@ -18,13 +18,15 @@ class AdmissionLimits:
     """Limits of the admission queue.
 
     At most `max_waiting` requests are queued, each for at most `max_wait_s`; `pairless_grace_s`
-    applies while no pair is usable. `holdback` keeps capacity for urgent requests.
+    applies while no pair is usable. `holdback` keeps capacity for urgent requests. Requests of the
+    priority `preempt_from` and less urgent ones may be preempted.
     """
 
     max_waiting: int = 1024
     max_wait_s: float = 60.0
     pairless_grace_s: float = 4.0
     holdback: Holdback = NO_HOLDBACK
+    preempt_from: int = 1
 
 
 class Rejections:
@@ -84,6 +86,10 @@ class Rejections:
         return UnavailableError(
             "no available worker matches the weights and numerics this response started with"
         )
+
+    def no_pair(self) -> UnavailableError:
+        """Return the error of a request while no pair of workers is usable."""
+        return UnavailableError(self._directory.refusal(), retry_after_s=self.away_s())
 
     def away_s(self) -> float:
         """Return the estimated time in seconds until workers may be usable again.

@@ -49,6 +49,7 @@ class MoveReason(StrEnum):
     LOST = "lost"
     DRAINED = "drained"
     STALLED = "held_up"  # the metric keeps its label
+    PREEMPTED = "preempted"  # for a more urgent request
 
 
 def move_reason(error: BatonError) -> MoveReason:

@@ -6,7 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from router.request import events as ev
-from router.request.events import SearchDecode, SearchPrefill
+from router.request.events import SearchDecode, SearchPair, SearchPrefill
+from router.request.notes import booking_of
+from router.request.preemption import PausedRequest, Preemption
 from router.request.retries import FlowLimits
 from router.workers.directory import Directory
 from router.workers.placement import WorkerPlacement
@@ -25,6 +27,16 @@ class WorkerSearch:
     directory: Directory
     limits: FlowLimits
     request: PlacementRequest
+    preemption: Preemption
+    priority: int
+
+    async def worker(self, command: SearchPrefill | SearchDecode) -> ev.RequestEvent:
+        """Search for a worker in place of one that failed; return what came of it."""
+        if isinstance(command, SearchPrefill):
+            found = await self.prefill(command, booking_of(command.pool))
+            return _found_event(command.number, found)
+        found, has_started_over = await self.decode(command)
+        return _found_event(command.number, found, has_started_over=has_started_over)
 
     async def prefill(self, command: SearchPrefill, pool: Booking) -> Booking | None:
         """Book a prefill worker for the pool; return None if there was none in time."""
@@ -53,13 +65,18 @@ class WorkerSearch:
         await self._pause()
         return await self._until(lambda: self._book_decode(command, frozenset()), timeout_s), True
 
-    async def pair(self, lost: Booking) -> WorkerPair | None:
+    async def pair(self, command: SearchPair) -> WorkerPair | None:
         """Book a pair in place of the one whose pool is lost, or return None.
 
-        The search takes longer while a compatible pair exists and is only full.
+        The search takes longer while a compatible pair exists and is only full. A preempted request
+        waits for its turn meanwhile, however long that takes.
         """
-        await asyncio.sleep(RETRY_PAUSE_S)
+        lost = booking_of(command.lost)
         request = self.request.of_kind(lost.compatibility)
+        if command.gives_way:
+            with self.preemption.paused(self.priority) as paused:
+                return await self._resumed(request, paused)
+        await asyncio.sleep(RETRY_PAUSE_S)
         clock = LoopClock()
         began_s = clock.now()
         while True:
@@ -74,6 +91,22 @@ class WorkerSearch:
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline.remaining_s()):
                     await self.directory.changed()
+
+    async def _resumed(self, request: PlacementRequest, paused: PausedRequest) -> WorkerPair | None:
+        """Book a pair with room at the turn of a paused request, or None if no pair is left."""
+        clock = LoopClock()
+        paired_s = clock.now()  # the last time at which there was a pair
+        while clock.now() - paired_s <= self._restart_s(*WorkerRole):
+            if self.preemption.may_resume(paused):
+                pair = self._placement.place(request)
+                if pair is not None:
+                    return pair
+            if self._placement.has_pair(request):
+                paired_s = clock.now()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MAX_RETRY_PAUSE_S):
+                    await self.directory.changed()
+        return None
 
     def _restart_s(self, *roles: WorkerRole) -> float:
         """Return how long to wait for a lost worker: at least as long as it took to start.
@@ -110,7 +143,7 @@ class WorkerSearch:
                 await self.directory.changed()
 
 
-def found_event(
+def _found_event(
     number: int, worker: Booking | None, *, has_started_over: bool = False
 ) -> ev.RequestEvent:
     """Return the event of a search that ended, successfully unless `worker` is None."""

@@ -212,6 +212,10 @@ class WaitingLine(Generic[T]):
         """Return the first request; the queue must not be empty."""
         return next(iter(self))
 
+    def first_priority(self) -> int | None:
+        """Return the most urgent priority that is queued; None if the queue is empty."""
+        return min((priority for priority, _ in self._queues), default=None)
+
     def best(self, gain: Callable[[T], float], now_s: float) -> Waiter[T]:
         """Return the request with the largest gain if it is served now, the first of equals.
 

@@ -18,12 +18,12 @@ MAX_VISITS = {
     "models": 24,
     "pool": 142,
     "prefill": 40,
-    "router": 188,
-    "runtime": 88,
+    "router": 192,
+    "runtime": 92,
     "transfer": 140,
 }
 # Files alone measure it badly: merging two files against their sense lowers their number.
-MAX_FILES = 148
+MAX_FILES = 151
 # Files that every request certainly passes: the script would count few files, too, if it saw few
 # threads.
 CERTAIN = {
@@ -56,4 +56,4 @@ def test_a_plain_request_has_a_short_way() -> None:
         for package, visits in path["visits"].items()
         if visits > MAX_VISITS.get(package, 0)
     } == {}
-    assert all(path["visits"][package] > limit / 2 for package, limit in MAX_VISITS.items())
+    assert all(path["visits"][package] >= limit / 2 for package, limit in MAX_VISITS.items())

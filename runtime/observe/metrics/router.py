@@ -184,7 +184,7 @@ class RouterMetrics:
             migrations=create_counter(
                 registry,
                 "migrations",
-                "Requests moved to another decode pool because theirs was lost, drained or late.",
+                "Requests that left their decode pool: it was lost, drained or late, or they gave way.",
                 "type",
                 "outcome",
                 zeros=product(("lost", "drained", "held_up"), ("resumed", "failed")),

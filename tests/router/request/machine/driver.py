@@ -237,7 +237,7 @@ class History:
 
     def faults(self) -> list[Step]:
         """Return faults that are possible now."""
-        faults: list[Step] = [self.repeat, self.repeat, self.overdue]
+        faults: list[Step] = [self.repeat, self.repeat, self.overdue, self.preempt]
         numbers = [*self.world.prefill, *self.world.decode]
         if numbers:
             number = self.rng.choice(numbers)
@@ -273,6 +273,10 @@ class History:
     def overdue(self) -> None:
         """Report a reply as overdue, due or not."""
         self.feed(ev.ReplyOverdue())
+
+    def preempt(self) -> None:
+        """Have the request give way, whether it can or not."""
+        self.feed(ev.Preempted())
 
     def garble(self, number: int) -> None:
         """Send something that the protocol does not allow."""

@@ -200,6 +200,22 @@ def moved(world: World) -> None:
     world.place(wait_of(world, ev.SearchPair))
 
 
+def paused(world: World) -> None:
+    decoding(world)
+    world.on(ev.Preempted())
+
+
+def resumed(world: World) -> None:
+    """It has generated no token since it was preempted."""
+    paused(world)
+    world.place(wait_of(world, ev.SearchPair))
+    world.on(w.started(source(world)))
+    world.on(w.destination(pool(world)))
+    world.on(w.first_token(source(world)))
+    world.on(w.sent(source(world)))
+    world.on(w.committed(pool(world), 1))
+
+
 def _taken(world: World, kind: type[object]) -> int:
     number = wait_of(world, kind)
     del world.waits[number]
@@ -267,6 +283,7 @@ EVENTS: Mapping[str, Build] = {
     "no_pool": _failed(ev.SearchDecode),
     "fed": _checked(is_fed=True),
     "unfed": _checked(is_fed=False),
+    "preempted": lambda world: world.on(ev.Preempted()),
     "placed": lambda world: world.place(next(iter(world.waits))),
     "refused": lambda world: world.on(ev.NotAdmitted(FULL)),
     "no_pair": _failed(ev.SearchPair),
@@ -310,7 +327,7 @@ _CHECKED = {
     for state in ("booked", "offered", "searching", "reserved")
 }
 _SOUGHT = {"no_source": "end:PEER_LOST"}
-_DECODES = {"tokens": "=", "finished": "end:LENGTH", **_LOST}
+_DECODES = {"tokens": "=", "finished": "end:LENGTH", "preempted": "migrating", **_LOST}
 _ENDS_UNHEARD = {
     "source_dead": "=",
     "source_ended": "=",
@@ -510,8 +527,10 @@ EXPECTED: Mapping[Build, tuple[str, Mapping[str, str]]] = {
         },
     ),
     declined: ("queued/booked", {"started": "computing/offered", **_FAILS["booked"]}),
-    decoding_alone: ("closed/decoding", _DECODES),
+    decoding_alone: ("closed/decoding", {**_DECODES, "preempted": "="}),  # no token yet
     committed_during_search: ("closed/decoding", _DECODES),
     migrating: ("migrating", {"placed": "queued/booked", "no_pair": "end:PEER_LOST"}),
     moved: ("queued/booked", {"started": "computing/offered", **_FAILS["booked"]}),
+    paused: ("migrating", {"placed": "queued/booked", "no_pair": "end:PEER_LOST"}),
+    resumed: ("released/decoding", {"sent": "=", **_ENDS_UNHEARD, **_DECODES, "preempted": "="}),
 }

@@ -94,6 +94,15 @@ def test_an_end_from_outside_leaves_nothing(build: Build, name: str) -> None:
 
 
 @pytest.mark.parametrize("build", EXPECTED, ids=lambda build: build.__name__)
+def test_only_a_pool_that_generates_lets_a_request_give_way(build: Build) -> None:
+    world = World()
+    build(world)
+    state = state_of(world)
+    world.on(ev.Preempted())
+    assert state_of(world) == EXPECTED[build][1].get("preempted", "=").replace("=", state)
+
+
+@pytest.mark.parametrize("build", EXPECTED, ids=lambda build: build.__name__)
 def test_late_messages_of_closed_streams_have_no_effect(build: Build) -> None:
     world = World()
     build(world)

@@ -131,7 +131,7 @@ class World:
         if self.end is not None:
             assert isinstance(command, ev.Release), f"{command} after the end"
         match command:
-            case ev.Reserve(number) | ev.SearchPair(number, _):
+            case ev.Reserve(number) | ev.SearchPair(number, _, _):
                 self._fresh(number)
                 self.waits[number] = command
             case ev.SearchPrefill(number, _, _) | ev.SearchDecode(number, _, _, _, _):
