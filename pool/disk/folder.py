@@ -65,8 +65,8 @@ class CacheFolder:
                 field="disk_cache",
             )
 
-    def path_of(self, name: bytes, content: Content, part: StagePart) -> Path:
-        return self._block(name) / f"{content}.{part}"
+    def path_of(self, name: bytes, content: Content, part: StagePart) -> str:
+        return f"{self._block(name)}/{content}.{part}"
 
     def has(self, name: bytes, content: Content, part: StagePart) -> bool:
         """Return whether the file of this part is there. Any thread."""
@@ -84,15 +84,22 @@ class CacheFolder:
         )
         return [part for part in parts if part is not None]
 
-    def prepare(self, name: bytes) -> None:
-        """Create the folder of a block's files.
+    def prepare(self, name: bytes) -> bool:
+        """Create the folder of a block's files if it is missing; return whether it was.
 
         Raises:
             OSError: it cannot be created.
         """
-        self._block(name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._block(name)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            os.makedirs(path, 0o700, exist_ok=True)
+        return True
 
-    def use(self, paths: Iterable[Path]) -> None:
+    def use(self, paths: Iterable[str]) -> None:
         """Note that files were used, in this order. Any thread."""
         for path in paths:
             try:
@@ -100,10 +107,12 @@ class CacheFolder:
             except OSError:
                 continue  # another process has removed it
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: str) -> None:
         """Remove a damaged file. Any thread."""
         try:
-            path.unlink(missing_ok=True)
+            os.unlink(path)
+        except FileNotFoundError:
+            pass  # another process has removed it
         except OSError as error:
             logger.warning("a damaged file stays in the disk cache: %s", error)
 
@@ -158,9 +167,9 @@ class CacheFolder:
             if names and Path(folder).parent.parent == self._path:
                 yield _StoredBlock(used_s, num_bytes, folder)
 
-    def _block(self, name: bytes) -> Path:
+    def _block(self, name: bytes) -> str:
         text = name.hex()
-        return self._path / text[:2] / text
+        return f"{self._path}/{text[:2]}/{text}"
 
 
 def folder_of(parent: Path, megabytes: int) -> CacheFolder:

@@ -39,6 +39,7 @@ _DTYPES = {
     "int64": "I64",
     "int32": "I32",
 }
+FilePath = str | Path
 _PART = re.compile(r"(\d+)-(\d+)\.(\d+)of(\d+)")
 _LENGTH_BYTES = 8
 _MAX_BUFFERS = 512  # of one system call; Linux allows 1024
@@ -163,7 +164,9 @@ class PartLayout:
         )
 
 
-def write_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[memoryview]) -> int:
+def write_part(
+    path: FilePath, layout: PartLayout, name: bytes, records: Sequence[memoryview]
+) -> int:
     """Write a file with these tensors' bytes, whole or not at all; return its size.
 
     Only its user may read it.
@@ -171,20 +174,28 @@ def write_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[me
     Raises:
         OSError: it cannot be written.
     """
-    pieces = list[bytes | memoryview]([layout.header(name), *records, layout.seals(name, records)])
+    header, seals = memoryview(layout.header(name)), memoryview(layout.seals(name, records))
+    pieces = [header, *records, seals]
+    folder, file_name = os.path.split(path)
     # Random, because processes in several containers have the same ids.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = f"{folder}/.{file_name}.{secrets.token_hex(8)}"
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.writelines(pieces)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _write_all(descriptor, pieces)
+        finally:
+            os.close(descriptor)
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.unlink(temporary)
         raise
     return sum(map(len, pieces))
 
 
-def read_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[memoryview]) -> bool:
+def read_part(
+    path: FilePath, layout: PartLayout, name: bytes, records: Sequence[memoryview]
+) -> bool:
     """Read a file's tensors into `records`; return whether it is intact.
 
     If it is not, or cannot be read, their bytes are undefined.
@@ -211,7 +222,7 @@ def read_part(path: Path, layout: PartLayout, name: bytes, records: Sequence[mem
     )
 
 
-def prefetch_part(path: Path) -> None:
+def prefetch_part(path: FilePath) -> None:
     """Have the kernel begin to read a file, if it is there."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -219,6 +230,21 @@ def prefetch_part(path: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
+
+
+def _write_all(descriptor: int, pieces: Sequence[memoryview]) -> None:
+    """Append the pieces to a file, with one system call if there are few.
+
+    A buffered file would take one for each, which is most of the time.
+    """
+    for first in range(0, len(pieces), _MAX_BUFFERS):
+        some = pieces[first : first + _MAX_BUFFERS]
+        count = os.writev(descriptor, some)
+        if count < sum(map(len, some)):
+            # A call transfers at most 2 GiB, and less than that to a full disk.
+            for piece in _unfilled(some, count):
+                while len(piece):
+                    piece = piece[os.write(descriptor, piece) :]
 
 
 def _read_all(descriptor: int, pieces: Sequence[memoryview]) -> int:
@@ -239,7 +265,7 @@ def _read_all(descriptor: int, pieces: Sequence[memoryview]) -> int:
 
 
 def _unfilled(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return the rest of the pieces after their first `done` bytes."""
+    """Return the pieces without their first `done` bytes."""
     rest = []
     for piece in pieces:
         taken = min(done, len(piece))

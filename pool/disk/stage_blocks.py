@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.kernels.host.codegen.one_thread import stand_back, use_one_thread
@@ -116,7 +115,7 @@ class StageBlocks:
         for executor in (self.reading, self.writing):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _own_paths(self, names: Sequence[bytes]) -> Iterator[Path]:
+    def _own_paths(self, names: Sequence[bytes]) -> Iterator[str]:
         for name in reversed(names):
             for content in Content:
                 yield self._folder.path_of(name, content, self._part)
@@ -124,11 +123,10 @@ class StageBlocks:
     def _store(self, name: bytes, content: Content, index: int) -> bool:
         layout = self._layout(content, self._part)
         path = self._folder.path_of(name, content, self._part)
-        if self._folder.has(name, content, self._part):
-            self._folder.use([path])
-            return True
         try:
-            self._folder.prepare(name)
+            if not self._folder.prepare(name) and self._folder.has(name, content, self._part):
+                self._folder.use([path])
+                return True
             num_bytes = write_part(path, layout, name, self._records(layout.of_part, index))
             self._folder.written(num_bytes)
         except OSError as error:
@@ -226,7 +224,7 @@ class StageBlocks:
             ]
         return sum(stretch.num_bytes for stretch in moved)
 
-    def _drop(self, path: Path) -> None:
+    def _drop(self, path: str) -> None:
         logger.warning("a file of the disk cache is damaged, and is not used: %s", path)
         self._folder.remove(path)
 

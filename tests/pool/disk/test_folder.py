@@ -20,7 +20,7 @@ def put(folder: CacheFolder, number: int, *, age_s: float = 0.0) -> Path:
     """Write a file that was used some time ago."""
     name = number.to_bytes(16, "little")
     folder.prepare(name)
-    path = folder.path_of(name, Content.PAGE, PART)
+    path = Path(folder.path_of(name, Content.PAGE, PART))
     path.write_bytes(bytes(SIZE))
     used_s = time.time() - age_s
     os.utime(path, (used_s, used_s))
@@ -30,7 +30,7 @@ def put(folder: CacheFolder, number: int, *, age_s: float = 0.0) -> Path:
 def test_the_files_that_were_not_used_for_longest_go_first(tmp_path: Path) -> None:
     folder = CacheFolder(tmp_path, 16 * SIZE)
     paths = [put(folder, number, age_s=number) for number in range(20)]
-    folder.use(paths[18:])
+    folder.use(map(str, paths[18:]))
     folder.check()
     kept = [number for number, path in enumerate(paths) if path.exists()]
     assert kept == [*range(13), 18, 19], (

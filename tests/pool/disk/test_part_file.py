@@ -1,7 +1,9 @@
 """Files of the disk cache: others can open them, and whatever is done to them, no wrong byte is
 accepted."""
 
+import os
 import random
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,36 @@ def test_an_unfinished_file_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         write_part(tmp_path / "page", LAYOUT, NAME, RECORDS)
     assert [file.name for file in tmp_path.iterdir()] == ["page"]
+
+
+def test_a_write_that_the_kernel_cuts_short_is_continued(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, sizes = os.write, iter((1, 5, *[7] * 1000))
+    monkeypatch.setattr(
+        os, "writev", lambda descriptor, pieces: write(descriptor, b"".join(pieces)[:100])
+    )
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, piece: write(descriptor, piece[: next(sizes)])
+    )
+    write_part(tmp_path / "cut", LAYOUT, NAME, RECORDS)
+    monkeypatch.undo()
+    assert (tmp_path / "cut").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_file_for_which_there_is_no_room_leaves_nothing(
+    tmp_path: Path, path: Path, share: float
+) -> None:
+    """The limit of file sizes makes the kernel write a part first, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(path.stat().st_size * share), limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_part(tmp_path / "cut", LAYOUT, NAME, RECORDS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [file for file in tmp_path.iterdir() if file != path]
 
 
 def damaged(mine: bytes, theirs: bytes) -> bytes:
