@@ -87,8 +87,9 @@ def plausible_messages(seed: int) -> Iterator[tuple[int, bytes]]:
 
 def main() -> None:
     seconds, addresses = float(sys.argv[1]), [bytes.fromhex(text) for text in sys.argv[2:]]
-    count, ends_s = 0, time.monotonic() + seconds
+    count = 0
     with Stranger() as stranger:
+        ends_s = time.monotonic() + seconds
         for tag, message in plausible_messages(7):
             if time.monotonic() >= ends_s:
                 break
