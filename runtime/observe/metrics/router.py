@@ -187,7 +187,7 @@ class RouterMetrics:
                 "Requests that left their decode pool: it was lost, drained or late, or they gave way.",
                 "type",
                 "outcome",
-                zeros=product(("lost", "drained", "held_up"), ("resumed", "failed")),
+                zeros=product(("lost", "drained", "held_up", "preempted"), ("resumed", "failed")),
             ),
             resumptions=create_counter(
                 registry,
