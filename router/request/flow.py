@@ -385,8 +385,8 @@ class RequestFlow:
             # The deadline ends the request, even if the client's end of the call noticed first.
             is_late = self._deadline.remaining_s() <= CLOCKS_DIFFER_S
             self._notes.ended(end, num_tokens, is_late=is_late)
-        if isinstance(end.error, CapacityError | UnavailableError):
-            end.error.retry_after_s = admission.retry_after_s(end.error, self._request)
+            if isinstance(end.error, CapacityError | UnavailableError):
+                end.error.retry_after_s = admission.retry_after_s(end.error, self._request)
         if end.finish is not None:
             self.answer.rest()
             self.answer.finish(self.answer.stopped or end.finish)

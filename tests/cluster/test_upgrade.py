@@ -40,6 +40,12 @@ async def answers(running: RunningCluster, questions: list[Request]) -> list[obj
     ]
 
 
+def others(running: RunningCluster, tree: Path) -> set[str]:
+    """Return the names of the processes that run in this tree."""
+    processes = running.cluster.processes.items()
+    return {name for name, process in processes if Path(f"/proc/{process.pid}/cwd").samefile(tree)}
+
+
 async def rounds(
     running: RunningCluster, questions: list[Request], over: asyncio.Event
 ) -> list[list[object]]:
@@ -62,6 +68,7 @@ async def test_any_role_may_be_older(
     async with running_cluster(
         checkpoint, decode_pp=2, places=OtherTree(older_tree, older), ready_timeout_s=READY_S
     ) as running:
+        assert others(running, older_tree) == older
         assert await answers(running, QUESTIONS) == expected
         await running.until_clean()
 
@@ -81,6 +88,7 @@ async def test_an_upgrade_under_load_costs_no_request(
         places=OtherTree(older_tree, older),
         ready_timeout_s=READY_S,
     ) as running:
+        assert others(running, older_tree) == older
         over = asyncio.Event()
         asking = [
             asyncio.create_task(rounds(running, QUESTIONS[i::CLIENTS], over))
@@ -97,5 +105,6 @@ async def test_an_upgrade_under_load_costs_no_request(
         older.clear()
         await running.cluster.processes["router"].restart(grace_s=RESTART_S)
         await running.cluster.wait_serving(timeout_s=RESTART_S)
+        assert others(running, older_tree) == set()
         assert await answers(running, QUESTIONS) == expected
         await running.until_clean()

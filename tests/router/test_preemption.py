@@ -134,8 +134,8 @@ async def test_paused_requests_go_before_later_ones_and_after_urgent_ones() -> N
         await eventually(lambda: full.is_paused("paused"), "the preemption")
         later = full.start("later", 5, 5)
         ended = []
-        for name, task in {"paused": paused, "later": later}.items():
-            task.add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
+        paused.add_done_callback(lambda _: ended.append("paused"))
+        later.add_done_callback(lambda _: ended.append("later"))
         assert await asyncio.gather(*urgent) == [None] * 3
         assert ended == []
         assert [await paused, await later] == [None, None]

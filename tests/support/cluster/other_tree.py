@@ -19,8 +19,13 @@ VERSIONS = r"^(WIRE|SCHEMA)_VERSION = "
 
 
 def oldest_compatible() -> str:
-    """Return the revision that introduced today's versions; "" if the history does not reach it."""
-    return _git("log", "-1", "--format=%H", "-G", VERSIONS, "--", *VERSION_FILES).decode().strip()
+    """Return the revision that introduced today's versions; "" if the history does not reach it.
+
+    The first revision of a shallow clone, which has no parent, seems to introduce everything.
+    """
+    found = _git("log", "-1", "--format=%H %P", "-G", VERSIONS, "--", *VERSION_FILES)
+    revision, _, parent = found.decode().strip().partition(" ")
+    return revision if parent else ""
 
 
 def extract(revision: str, folder: Path) -> Path:
