@@ -36,6 +36,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
+    "U8": torch.uint8,
     "I32": torch.int32,
 }
 # dtypes that a model may run in
@@ -181,6 +182,11 @@ class TransposedStack:
 
     def row_scales(self, *, item: int | None = None) -> None:
         """Return None: transposed weights have no row scales."""
+
+
+def transposed(entry: WeightEntry) -> WeightEntry:
+    """Return a stack whose matrices are the transposed ones of `entry`."""
+    return entry.held if isinstance(entry, TransposedStack) else TransposedStack(entry)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.core.layer_range import LayerRange, Part
 from models.blocks.spec import DecoderSpec
-from models.checkpoint import Checkpoint, TransposedStack, WeightEntry, read_rows, read_tensor
+from models.checkpoint import Checkpoint, WeightEntry, read_rows, read_tensor, transposed
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
@@ -171,7 +171,7 @@ def stage_entries(
             layer_id = int(layer[1])
             mine = layer_id in layers or layer_id >= end
         if mine:
-            owned[name] = TransposedStack(entry) if name.endswith(spec.inputs_first) else entry
+            owned[name] = transposed(entry) if name.endswith(spec.inputs_first) else entry
     return owned
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from models.blocks.config import RawConfig, read_config_file
 from models.checkpoint import Checkpoint, open_tensors
+from models.mxfp4 import Mxfp4Format
 from models.quantized import Packing, QuantizedFormat, dequantized
 
 # The second name is the older one of compressed-tensors.
@@ -53,10 +54,14 @@ def open_checkpoint(
         for name, entry in open_tensors(folder).items()
         if not _OF_ACTIVATIONS.search(name)
     }
-    return Checkpoint(weights) if form is None else dequantized(weights, form, inputs_first)
+    if form is None:
+        return Checkpoint(weights)
+    if isinstance(form, Mxfp4Format):
+        return form.dequantized(weights, inputs_first)
+    return dequantized(weights, form, inputs_first)
 
 
-def _format(folder: Path, config: RawConfig) -> QuantizedFormat | None:
+def _format(folder: Path, config: RawConfig) -> QuantizedFormat | Mxfp4Format | None:
     """Return the format, or None if the weights are not quantized."""
     section = next((config.section(name) for name in _SECTIONS if name in config), None)
     file = folder / _MODELOPT_FILE
@@ -87,6 +92,10 @@ def _algorithms(raw: RawConfig) -> RawConfig | None:
     """
     nested = raw.section("quantization") if "quantization" in raw else raw
     return nested if "quant_algo" in nested else None
+
+
+def _read_mxfp4(_raw: RawConfig) -> Mxfp4Format:
+    return Mxfp4Format()
 
 
 def _fp8(block: tuple[int, int]) -> QuantizedFormat:
@@ -282,11 +291,12 @@ def _pair(raw: RawConfig, name: str) -> tuple[int, int]:
     return values[0], values[1]
 
 
-_METHODS: dict[str, Callable[[RawConfig], QuantizedFormat | None]] = {
+_METHODS: dict[str, Callable[[RawConfig], QuantizedFormat | Mxfp4Format | None]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm_fp8,
     "compressed-tensors": _read_compressed_tensors,
     _MODELOPT: _read_modelopt,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
 }

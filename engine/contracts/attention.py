@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch
+from runtime.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,40 @@ class AttentionBackend(Protocol):
         """Prepare gather tables, lengths and masks for the batch and mark it."""
         ...
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Write k and v of the new tokens to their pages, then attend.
 
         q is [T, num_heads, head_dim]; k and v are [T, num_kv_heads, head_dim], with rope applied.
         The result is [T, num_heads, head_dim]. Attention is causal within a row. In VERIFY and
-        DRAFT modes it follows the custom mask of `batch.spec_info`.
+        DRAFT modes it follows the custom mask of `batch.spec_info`. `sinks` [num_heads]
+        fp32, contiguous and finite, are a further score in each head's softmax, before scaling. A
+        sink has no value.
 
         Raises:
             StalePlanError: the batch was not planned by this backend, or has more rows or tokens
                 than the plan.
+            InternalError: this backend does not support sinks.
         """
         ...
+
+
+def refuse_sinks(sinks: Tensor | None) -> None:
+    """Implement `sinks` of `AttentionBackend.run` for a backend without them.
+
+    Raises:
+        InternalError: there are sinks.
+    """
+    if sinks is not None:
+        raise InternalError("this attention does not support sinks")
 
 
 class CachedAttention(Protocol):

@@ -37,7 +37,8 @@ class AttentionSpec:
     `qk_norm` normalizes each head of q and k before rope. With `norms_whole` the norm is over all
     heads of q together, and over all heads of k. `value_norm` normalizes each head of v, without
     weights. With `output_gate` the query projection is twice as wide, [query | gate] per head, and
-    the heads' output is multiplied by sigmoid(gate). With `window` a token sees `window` tokens
+    the heads' output is multiplied by sigmoid(gate). With `sinks` each head has a learned score
+    without a value in its softmax. With `window` a token sees `window` tokens
     before itself, and older ones are not cached. Scores are divided by the root of `score_dim`, or
     of `head_dim` if it is 0. With `keys_are_values` k before norm and rope is also v. `rotation` is
     the way positions are encoded in q and k.
@@ -51,6 +52,7 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: NormSpec | None = None
     output_gate: bool = False
+    sinks: bool = False
     window: int | None = None
     score_dim: float = 0
     norms_whole: bool = False
@@ -94,6 +96,11 @@ class AttentionSpec:
             self.num_kv_heads, f"heads of keys and values ({self.kv_heads_field})"
         )
 
+    @property
+    def scale(self) -> float:
+        """Return the factor of scores."""
+        return float((self.score_dim or self.head_dim) ** -0.5)
+
     def of_rank(self, rank: TensorRank) -> "AttentionSpec":
         """Implement `MixerSpec.of_rank`."""
         return replace(self, rank=rank)
@@ -104,7 +111,7 @@ class AttentionSpec:
             num_kv_heads=len(self.kv_heads),
             head_dim=self.head_dim,
             page_size=page_size,
-            scale=(self.score_dim or self.head_dim) ** -0.5,
+            scale=self.scale,
             window=self.window,
         )
 
@@ -212,6 +219,11 @@ class Attention:
                 spec.head_dim,
                 {"q": self._num_heads, "k": self._num_kv_heads},
             )
+        # Layers without sinks run on backends without them.
+        self._options: dict[str, Tensor] = {}
+        if spec.sinks:
+            sinks = weights.tensor("sinks", len(spec.heads), dtype=torch.float32, rows=spec.heads)
+            self._options = {"sinks": sinks / spec.scale}
         self._value_norm: RmsNorm | None = None
         if spec.value_norm is not None:
             ones = torch.ones(spec.head_dim, dtype=torch.float32, device=weights.device)
@@ -244,7 +256,7 @@ class Attention:
         key = heads[:, self._num_heads :]
         out = (
             stage_pass.paged_attention()
-            .run(self._layer_id, query, key, value, stage_pass.batch)
+            .run(self._layer_id, query, key, value, stage_pass.batch, **self._options)
             .flatten(1)
         )
         return self._output(_gated(out, gate) if spec.output_gate else out)

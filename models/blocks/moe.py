@@ -14,7 +14,6 @@ A token's sum is over its experts in ascending id, so its bits do not depend on 
 """
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,7 +22,14 @@ from engine.contracts.model import ExpertTokens
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
 from models.blocks.config import RawConfig
-from models.blocks.linear import GroupedLinear, Homes, owners_of
+from models.blocks.expert_layers import (
+    ClampedExperts,
+    ClampedSwiglu,
+    ExpertLayers,
+    ExpertShape,
+    GatedExperts,
+)
+from models.blocks.linear import Homes, owners_of
 from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
@@ -104,6 +110,7 @@ class MoeSpec:
     """A mixture of experts.
 
     `shared_width` 0 means no shared expert. Softmax families have a gate for it, others do not.
+    With `clamped` experts have that activation, and they and the router have biases.
     `experts_field` and `shared_field` are the config fields of the number of experts and of the
     shared width, for messages.
     """
@@ -114,6 +121,7 @@ class MoeSpec:
     expert_width: int
     routing: SoftmaxRouting | SigmoidRouting | InputRouting
     shared_width: int = 0
+    clamped: ClampedSwiglu | None = None
     rank: TensorRank = ONLY_RANK
     experts_field: str = "num_experts"
     shared_field: str = "shared_expert_intermediate_size"
@@ -238,7 +246,11 @@ class Moe:
             names = [*names, "shared_expert_gate"]
             rows = [*rows, 1]
         self._router = weights.whole().linear(
-            *names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype
+            *names,
+            rows=rows,
+            in_features=spec.hidden_size,
+            bias=spec.clamped is not None,
+            dtype=self._router_dtype,
         )
         if is_sigmoid:
             self._bias = weights.tensor(
@@ -280,9 +292,8 @@ class Moe:
 class _Experts:
     """The routed experts of a rank, which have equal shapes.
 
-    Files store them one by one or stacked along a first axis. All ranks know all tokens, and so the
-    tokens of every expert. Each rank runs its own experts, and results are sent to the homes of
-    their tokens.
+    All ranks know all tokens, and so the tokens of every expert. Each rank runs its own experts,
+    and results are sent to the homes of their tokens.
     """
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
@@ -294,34 +305,12 @@ class _Experts:
         self._shares = spec.shares
         self._ranks = weights.ranks
         self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
-        width = spec.expert_width
-        hidden = spec.hidden_size
-        own = range(self._own.start, self._own.stop)
-        others = [index for index in range(spec.num_experts) if index not in own]
-        if weights.has("gate_up_proj"):
-            items = [(index, spec.num_experts) for index in own]
-            gated = [
-                weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item)
-                for item in items
-            ]
-            down = [
-                weights.linear_item("down_proj", rows=hidden, in_features=width, item=item)
-                for item in items
-            ]
-            for name, index in product(("gate_up_proj", "down_proj"), others):
-                weights.skip(name, index)
-        else:
-            each = [weights.at(str(index)) for index in own]
-            for index, name in product(others, ("gate_proj", "up_proj", "down_proj")):
-                weights.skip(f"{index}.{name}.weight")
-            gated = [
-                expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden)
-                for expert in each
-            ]
-            down = [
-                expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each
-            ]
-        self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
+        shape = ExpertShape(self._own, spec.hidden_size, spec.expert_width)
+        self._layers: ExpertLayers = (
+            GatedExperts(shape=shape, weights=weights)
+            if spec.clamped is None
+            else ClampedExperts(shape=shape, activation=spec.clamped, weights=weights)
+        )
 
     def homes(self, x: Tensor) -> Homes:
         """Return the homes of tokens x [T, hidden]."""
@@ -373,7 +362,7 @@ class _Experts:
         mine = slice(start := sum(counts[: self._own.start]), start + sum(own))
         tokens = tokens[mine]
         given = x[tokens] if gains is None else x[tokens] * gains[mine]
-        results = self._down(self._gate_up(given, own), own)
+        results = self._layers(given, own)
         if self._ranks is None:
             return results
         if homes.counts is None:

@@ -371,7 +371,8 @@ class RandomWeights:
         if "norm" in name:
             out.fill_(1.0)
             return
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self._seed)
+        seed = zlib.crc32(f"{name}{item or ''}".encode()) ^ self._seed
+        generator = torch.Generator().manual_seed(seed)
         # Always generated in fp32: per dtype, torch fills the end of a tensor of odd size by
         # another rule.
         out.copy_(

@@ -7,6 +7,7 @@ import torch
 from engine.assembly.backend_set import Backends
 from engine.assembly.cpu import CpuBackends
 from engine.core.numerics import HOST, Numerics
+from models.blocks.attention import AttentionSpec
 from models.blocks.kimi_delta import KimiDeltaSpec
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
@@ -74,7 +75,12 @@ def check_offered(device: torch.device, numerics: Numerics, description: ModelDe
         raise ConfigError(
             f"layers with sliding windows run on device cpu only, not on {device}", field="device"
         )
-    if any(isinstance(layer.mixer, KimiDeltaSpec) for layer in description.spec.layers):
+    mixers = [layer.mixer for layer in description.spec.layers]
+    if any(isinstance(mixer, AttentionSpec) and mixer.sinks for mixer in mixers):
+        raise ConfigError(
+            f"attention sinks run on device cpu only, not on {device}", field="device"
+        )
+    if any(isinstance(mixer, KimiDeltaSpec) for mixer in mixers):
         raise ConfigError(
             f"layers of Kimi Delta Attention run on device cpu only, not on {device}",
             field="device",

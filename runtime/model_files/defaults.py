@@ -191,6 +191,25 @@ _MINIMAX_M2 = {
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
 }
+_GPT_OSS = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 _GLM4_MOE = {
     "vocab_size": 151552,
     "hidden_size": 4096,
@@ -341,6 +360,7 @@ CONFIG_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+    "GptOssForCausalLM": _GPT_OSS,
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,

@@ -10,7 +10,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_BYTES = 100 << 20
 # Codes of 8 bits, and of 4 bits in packed form, become 16 bits each.
-_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}
+_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4, "U8": 4}
 # errors of json and of code that reads its result
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError)
 

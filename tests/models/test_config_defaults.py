@@ -30,6 +30,7 @@ CLASSES = {
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
     "MiniMaxM2ForCausalLM": "MiniMaxM2Config",
+    "GptOssForCausalLM": "GptOssConfig",
     "Glm4MoeForCausalLM": "Glm4MoeConfig",
     "KimiLinearForCausalLM": "KimiLinearConfig",
     "DeepseekV3ForCausalLM": "DeepseekV3Config",

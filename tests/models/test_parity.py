@@ -26,6 +26,7 @@ OTHER_ROPE = (
     "llama4",
     "gemma3",
     "gemma4",
+    "gpt_oss",
     "deepseek_v3",
     "kimi_linear",
 )

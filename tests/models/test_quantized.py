@@ -422,9 +422,9 @@ def with_weights(**fields: object) -> dict[str, Any]:
     ("section", "field", "complaint"),
     [
         (
-            {"quant_method": "mxfp4"},
+            {"quant_method": "bitsandbytes"},
             "quant_method",
-            "'mxfp4' is not supported; known are awq, compressed-tensors",
+            "'bitsandbytes' is not supported; known are awq, compressed-tensors",
         ),
         ({}, "quant_method", "quantization_config: quant_method is missing"),
         ({**FP8, "weight_block_size": [128]}, "weight_block_size", "rows and columns of a block"),

@@ -38,6 +38,8 @@ SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
     (models.GEMMA3, "float32", 1, 2, 2),
     (models.KIMI_LINEAR, "bfloat16", 2, 2, 1),
     (models.LLAMA4, "bfloat16", 1, 4, 1),
+    (models.GPT_OSS, "bfloat16", 2, 2, 1),
+    (models.GPT_OSS, "float32", 1, 4, 2),
     (models.LLAMA, "bfloat16", 1, 4, 1),
     (models.LLAMA, "float32", 1, 2, 1),
     ({**models.LLAMA, "num_attention_heads": 8}, "float32", 1, 8, 1),
@@ -89,8 +91,9 @@ def test_ranks_and_stages_give_the_bits_of_one_process(
         (models.GLM_DSA, 1, 4, 2),
         (models.QWEN3_NEXT, 1, 2, 1),
         (models.KIMI_LINEAR, 1, 2, 2),
+        (models.GPT_OSS, 2, 2, 1),
     ],
-    ids=["hybrid-moe", "glm-dsa", "qwen3-next", "kimi-linear"],
+    ids=["hybrid-moe", "glm-dsa", "qwen3-next", "kimi-linear", "gpt-oss"],
 )
 def test_so_do_weights_in_eight_bits(
     config: dict[str, object], num_stages: int, tp: int, dp: int
@@ -169,7 +172,7 @@ def test_results_of_experts_go_to_the_homes_of_their_tokens(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear", "llama4"]
+    "family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear", "llama4", "gpt_oss"]
 )
 def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, family: str) -> None:
     """So ranks, and pools of any widths, compare one digest."""

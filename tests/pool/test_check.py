@@ -179,10 +179,10 @@ def test_the_command(llama: Path) -> None:
     assert done.stdout.splitlines()[0].startswith("llama-float32-0: LlamaForCausalLM")
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+        json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}})
     )
     done = baton()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(
-        "baton: config.json: quantization_config: quant_method 'mxfp4' is not supported"
+        "baton: config.json: quantization_config: quant_method 'bitsandbytes' is not supported"
     )

@@ -69,7 +69,16 @@ class CpuAttention:
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Write k and v of the new tokens to their pages, then attend.
 
         Shapes are those of `AttentionBackend.run`.
@@ -89,10 +98,10 @@ class CpuAttention:
             v,
         )
         if layer_id in self._windows:
-            return self._run_window(layer_id, q, k, v, plan)
+            return self._run_window(layer_id, q, k, v, plan, sinks)
         pool = self._pool(layer_id)
         _write(pool, k, v, plan, self._team)
-        return attend(pool, q, plan.rows, self._geometry.scale, self._team)
+        return attend(pool, q, plan.rows, self._geometry.scale, self._team, sinks)
 
     def read(self, layer_id: int, q: Tensor, batch: ForwardBatch) -> Tensor:
         """Implement `CachedAttention.read`."""
@@ -116,7 +125,13 @@ class CpuAttention:
         resume_states(batch, self._windows.values())
 
     def _run_window(
-        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttentionPlan,
+        sinks: Tensor | None,
     ) -> Tensor:
         slots = self._windows[layer_id]
         pages = self._rings[layer_id]
@@ -124,7 +139,7 @@ class CpuAttention:
         for part in plan.parts:
             _write(pages, k[part.tokens], v[part.tokens], part.plan, self._team)
             out[part.tokens] = attend(
-                pages, q[part.tokens], part.plan.rows, self._windowed.scale, self._team
+                pages, q[part.tokens], part.plan.rows, self._windowed.scale, self._team, sinks
             )
             if part.copy is not None:
                 slots[part.copy.target] = slots[part.copy.slot_id]
@@ -167,20 +182,29 @@ def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, team: Team) 
         pool[plan.write_pages, 1, :, plan.write_offsets] = v
 
 
-def attend(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
+def attend(
+    pages: Tensor,
+    q: Tensor,
+    rows: RowsInPlace,
+    scale: float,
+    team: Team,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend to the keys of `pages`.
 
     pages is [P, 2 (k, v), num_kv_heads, page_size, D]; q is [T, num_heads, D], of new tokens whose
-    keys are written. The result has the shape and dtype of q.
+    keys are written. For `sinks` see `AttentionBackend.run`. The result has the shape and dtype of
+    q.
     """
     if has_kernels(pages.dtype):
-        return attend_in_place(pages, dense_tokens(q.to(pages.dtype)), rows, scale, team).to(
-            q.dtype
-        )
-    return attend_by_token(pages, q, rows, scale)
+        queries = dense_tokens(q.to(pages.dtype))
+        return attend_in_place(pages, queries, rows, scale, team, sinks).to(q.dtype)
+    return attend_by_token(pages, q, rows, scale, sinks)
 
 
-def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -> Tensor:
+def attend_by_token(
+    pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attend one token at a time.
 
     It is slow and works with any dtype. A token's bits depend on its own keys only.
@@ -191,7 +215,10 @@ def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -
             cached = _keys_of(pages, rows, row, token)
             keys, values = cached.float()[..., None, :, :].unbind(1)  # [kv, 1, keys, D]
             queries = q[token].float().view(len(keys), -1, 1, q.shape[-1])
-            weights = (queries * keys).sum(-1).mul(scale).softmax(-1)
+            scores = (queries * keys).sum(-1)  # [kv, heads of each, keys]
+            if sinks is not None:
+                scores = torch.cat([sinks.view(*scores.shape[:2], 1), scores], -1)
+            weights = scores.mul(scale).softmax(-1)[..., -keys.shape[2] :]
             out[token] = (weights[..., None] * values).sum(-2).view(q.shape[1:])
     return out
 

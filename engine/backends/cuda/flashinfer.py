@@ -27,7 +27,7 @@ from engine.backends.cuda.wrappers import (
     partial_bytes,
 )
 from engine.backends.plan import check_covered, storage_positions, tree_visibility, visible_in_trees
-from engine.contracts.attention import AttentionGeometry
+from engine.contracts.attention import AttentionGeometry, refuse_sinks
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
 from engine.core.numerics import Numerics
@@ -172,7 +172,16 @@ class FlashInferAttention:
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Write k and v of the new tokens to their pages, then attend.
 
         Shapes are those of `AttentionBackend.run`.
@@ -180,8 +189,9 @@ class FlashInferAttention:
         Raises:
             StalePlanError: the batch was not planned by this backend, its rows or tokens differ
                 from the plan's, or the wrapper was planned for another batch since.
-            InternalError: this stage has no KV tensor for the layer.
+            InternalError: this stage has no KV tensor for the layer, or there are sinks.
         """
+        refuse_sinks(sinks)
         plan = self._checked_plan(batch, q, k, v)
         pool = self._pools.get(layer_id)
         if pool is None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.contracts.attention import AttentionGeometry
+from engine.contracts.attention import AttentionGeometry, refuse_sinks
 from engine.core.batch import ForwardBatch
 from engine.speculative.contracts.config import MAX_STEPS
 from runtime.errors import InternalError, StalePlanError
@@ -82,11 +82,21 @@ class MultiStepAttention:
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Add k, v to the branches' paths and attend.
 
         Shapes are those of `AttentionBackend.run`, with T = R * K.
         """
+        refuse_sinks(sinks)
         plan = self._checked_plan(batch)
         geometry = self._geometry
         rows = batch.num_rows

@@ -24,7 +24,7 @@ from engine.backends.cuda.wrappers import (
     Slot,
     partial_bytes,
 )
-from engine.contracts.attention import AttentionGeometry
+from engine.contracts.attention import AttentionGeometry, refuse_sinks
 from engine.core.batch import ForwardBatch, GraphBucket
 from engine.memory.static import Fence, moved
 from engine.speculative.attention.multistep import num_branches_of
@@ -102,11 +102,21 @@ class DeviceRounds:
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Add k, v to the branches' paths and attend.
 
         Shapes are those of `AttentionBackend.run`.
         """
+        refuse_sinks(sinks)
         plan = self.check_current(batch)
         geometry = self._geometry
         if (batch.num_rows, batch.num_tokens, len(q)) != (

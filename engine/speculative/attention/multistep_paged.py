@@ -113,7 +113,16 @@ class PagedRounds:
         """
         return self._checked_plan(batch).reads
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Add k, v to the branches' paths and attend.
 
         Shapes are those of `AttentionBackend.run`, with T = R * K.
@@ -139,6 +148,7 @@ class PagedRounds:
             replace(reads.rows, positions=reads.positions[step]),
             self._geometry.scale,
             self._team,
+            sinks,
         )
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:

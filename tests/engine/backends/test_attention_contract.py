@@ -6,17 +6,17 @@ from torch import Tensor
 from engine.backends.cpu import attention
 from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
-from tests.support.contracts.attention import AttentionContract, TreeContract
+from tests.support.contracts.attention import AttentionContract, SinkContract, TreeContract
 from tests.support.kernels.attention import LAYER
 from tests.support.kernels.dense_backend import DenseAttention
 
 
-class TestCpu(AttentionContract, TreeContract):
+class TestCpu(AttentionContract, SinkContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
         return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry)
 
 
-class TestCpuByToken(AttentionContract, TreeContract):
+class TestCpuByToken(AttentionContract, SinkContract, TreeContract):
     """Pages of a type that no kernel supports."""
 
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
@@ -27,6 +27,6 @@ class TestCpuByToken(AttentionContract, TreeContract):
         monkeypatch.setattr(attention, "has_kernels", lambda *dtypes: False)
 
 
-class TestDense(AttentionContract, TreeContract):
+class TestDense(AttentionContract, SinkContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> DenseAttention:
         return DenseAttention(kv_pools={LAYER: pool}, geometry=geometry)

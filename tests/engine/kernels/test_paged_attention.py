@@ -120,17 +120,24 @@ def filled(pages: Tensor, table: Tensor, cached: Tensor, begin: int = 0) -> None
 
 
 def truth(
-    queries: Tensor, cached: Tensor, context: int, scale: float, window: int = NO_WINDOW
+    queries: Tensor,
+    cached: Tensor,
+    context: int,
+    scale: float,
+    window: int = NO_WINDOW,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention in fp64. queries: [n, heads, D], of which the first sees context +
-    1 keys, or window + 1."""
+    1 keys, or window + 1. sinks: [heads], one more score each."""
     keys, values = cached.double().repeat_interleave(queries.shape[1] // cached.shape[1], 1)
     scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * scale
     ahead = torch.arange(scores.shape[2]) - context - torch.arange(len(queries))[:, None]
     hidden = (ahead > 0) | (ahead < -window)
-    return torch.einsum(
-        "hqk,hkd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values
-    )
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        own = (sinks.double() * scale)[:, None, None].expand(-1, len(queries), 1)
+        scores = torch.cat([scores, own], -1)
+    return torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., : keys.shape[1]], values)
 
 
 @settings(
@@ -147,6 +154,7 @@ def truth(
     tile=st.sampled_from([1, 7, 40]),
     window=st.sampled_from([NO_WINDOW, 0, 7, 63, 64, 100]),
     rows=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 45)), min_size=1, max_size=4),
+    has_sinks=st.booleans(),
 )
 def test_it_computes_the_definition_from_written_keys_alone(
     dtype: torch.dtype,
@@ -157,6 +165,8 @@ def test_it_computes_the_definition_from_written_keys_alone(
     tile: int,
     window: int,
     rows: list[tuple[int, int]],
+    *,
+    has_sinks: bool,
 ) -> None:
     contexts, counts = [context for context, _ in rows], [count for _, count in rows]
     plan = rows_of(contexts, counts, page_size, tile=tile, window=window)
@@ -164,15 +174,19 @@ def test_it_computes_the_definition_from_written_keys_alone(
         (plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype
     )
     queries = random_tensor(sum(counts), num_kv_heads * share, head_dim, dtype=dtype, seed=1)
+    sinks = None
+    if has_sinks:
+        sinks = random_tensor(num_kv_heads * share, dtype=torch.float32, seed=9) * 20
     expected, first = [], 0
     for row, (context, count) in enumerate(rows):
         cached = random_tensor(
             2, num_kv_heads, context + count, head_dim, dtype=dtype, seed=2 + row
         )
         filled(pages, plan.tables[row], cached, max(0, context - window))
-        expected.append(truth(queries[first : first + count], cached, context, 0.2, window))
+        mine = queries[first : first + count]
+        expected.append(truth(mine, cached, context, 0.2, window, sinks))
         first += count
-    out = attend_in_place(pages, queries, plan, 0.2, Team()).double()
+    out = attend_in_place(pages, queries, plan, 0.2, Team(), sinks).double()
     if dtype is torch.float32:
         torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
     else:
@@ -180,11 +194,16 @@ def test_it_computes_the_definition_from_written_keys_alone(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "share", "head_dim", "window"),
-    [(16, 2, 128, NO_WINDOW), (64, 7, 80, 1000), (128, 1, 24, NO_WINDOW), (4, 4, 64, 70)],
+    ("page_size", "share", "head_dim", "window", "sink"),
+    [
+        (16, 2, 128, NO_WINDOW, None),
+        (64, 7, 80, 1000, 0.5),
+        (128, 1, 24, NO_WINDOW, 12.0),
+        (4, 4, 64, 70, None),
+    ],
 )
 def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
-    dtype: torch.dtype, page_size: int, share: int, head_dim: int, window: int
+    dtype: torch.dtype, page_size: int, share: int, head_dim: int, window: int, sink: float | None
 ) -> None:
     """300 tokens after a context of 4,700, in tiles of many, few and one; and some of them
     decoded."""
@@ -199,22 +218,22 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
         random_tensor(num_keys - context, share, head_dim, dtype=dtype, seed=4),
         head_dim**-0.5,
     )
-    out = attend_in_place(pages, queries, plan, scale, Team())
-    expected = truth(queries, cached, context, scale, window)
+    sinks = None if sink is None else torch.full((share,), sink / scale)
+    out = attend_in_place(pages, queries, plan, scale, Team(), sinks)
+    expected = truth(queries, cached, context, scale, window, sinks)
     tolerance = 4e-6 if dtype is torch.float32 else 4e-3
     assert (out.double() - expected).norm() / expected.norm() < tolerance
     beside_keys = torch.cat([queries, torch.full_like(queries, float("nan"))], 1)[:, :share]
-    assert torch.equal(attend_in_place(pages, beside_keys, plan, scale, Team()), out)
+    assert torch.equal(attend_in_place(pages, beside_keys, plan, scale, Team(), sinks), out)
     for tile in (13, 1):
         again = rows_of([context], [num_keys - context], page_size, tile=tile, window=window)
-        assert torch.equal(attend_in_place(pages, queries, again, scale, Team()), out)
+        assert torch.equal(attend_in_place(pages, queries, again, scale, Team(), sinks), out)
     for token in (0, 1, 63, 64, 299):
         alone = replace(
             rows_of([context + token], [1], page_size, window=window), tables=plan.tables
         )
-        assert torch.equal(
-            attend_in_place(pages, queries[token : token + 1], alone, scale, Team())[0], out[token]
-        )
+        one = queries[token : token + 1]
+        assert torch.equal(attend_in_place(pages, one, alone, scale, Team(), sinks)[0], out[token])
 
 
 @pytest.mark.parametrize("share", [2, 20])
@@ -271,6 +290,7 @@ def through_paths(plan: RowsInPlace, contexts: list[int], page_size: int) -> Row
     contexts=st.lists(st.integers(0, 200), min_size=1, max_size=3),
     window=st.sampled_from([NO_WINDOW, None, 0, 7, 63, 64, 100]),
     num_threads=st.sampled_from([1, 2]),
+    has_sinks=st.booleans(),
 )
 def test_few_rows_have_the_bits_of_packed_keys(
     monkeypatch: pytest.MonkeyPatch,
@@ -282,6 +302,8 @@ def test_few_rows_have_the_bits_of_packed_keys(
     contexts: list[int],
     window: int | None,
     num_threads: int,
+    *,
+    has_sinks: bool,
 ) -> None:
     """No window marks keys by paths."""
     plan = rows_of(
@@ -306,9 +328,10 @@ def test_few_rows_have_the_bits_of_packed_keys(
         patch.setattr(
             paged_attention, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:4], num_threads)
         )
-        few = attend_in_place(pages, queries, plan, 0.2, Team())
+        sinks = torch.linspace(-9, 9, num_kv_heads * share) if has_sinks else None
+        few = attend_in_place(pages, queries, plan, 0.2, Team(), sinks)
         patch.setattr(paged_attention, "most_rows", lambda dtype, head_dim, *, tiled: 0)
-        packed = attend_in_place(pages, queries, plan, 0.2, Team())
+        packed = attend_in_place(pages, queries, plan, 0.2, Team(), sinks)
     assert not few.isnan().any()
     assert torch.equal(few, packed)
 

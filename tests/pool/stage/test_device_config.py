@@ -24,6 +24,7 @@ from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.tiny_models import (
     GEMMA3,
     GLM_DSA,
+    GPT_OSS,
     HYBRID,
     KIMI_LINEAR,
     LLAMA,
@@ -87,6 +88,7 @@ def test_names_of_devices(name: str) -> None:
         (LLAMA, Numerics.EXACT, "numerics"),
         (GEMMA3, Numerics.FAST, "device"),
         (KIMI_LINEAR, Numerics.FAST, "device"),
+        ({**GPT_OSS, "layer_types": ["full_attention"] * 5}, Numerics.FAST, "device"),
     ],
 )
 def test_features_a_device_lacks(config: dict[str, object], numerics: Numerics, field: str) -> None:

@@ -210,6 +210,22 @@ class AttentionContract(ABC):
         return backend.run(LAYER, torch.zeros(num_tokens, 6, 16), kv, kv, batch)
 
 
+class SinkContract(ABC):
+    """Contract of a backend that supports sinks."""
+
+    @abstractmethod
+    def make(self, geometry: AttentionGeometry, pool: Tensor) -> AttentionBackend: ...
+
+    def test_a_sink_takes_part_in_the_softmax_and_has_no_value(self) -> None:
+        sinks = torch.tensor([0.0, 5.0, -200.0, 40.0, 1.5, -3.0])  # times 0.2
+        prompt = make_prompt(150, GEOMETRY, pages=range(1, 11), seed=1)
+        backend = self.make(GEOMETRY, poisoned_pool(64, GEOMETRY))
+        feed(backend, ForwardMode.PREFILL, (prompt, 133), sinks=sinks)
+        for _ in range(17):
+            feed(backend, ForwardMode.DECODE, (prompt, 1), sinks=sinks)
+        close(prompt.output(), dense(prompt, GEOMETRY, sinks=sinks))
+
+
 class TreeContract(ABC):
     """Contract of a backend that verifies trees."""
 

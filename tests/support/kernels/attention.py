@@ -57,6 +57,7 @@ def feed(
     *parts: tuple[Prompt, int],
     table_width: int = 0,
     trees: Sequence[tuple[int, ...]] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run one forward with the next tokens of each prompt, as many as stated; `trees`: their
     parents. Outputs are also kept on the prompts."""
@@ -70,7 +71,7 @@ def feed(
         )
         for name in ("q", "k", "v")
     )
-    out = backend.run(LAYER, q, k, v, batch)
+    out = backend.run(LAYER, q, k, v, batch, sinks=sinks)
     for (prompt, count), piece in zip(
         parts, torch.split(out, [count for _, count in parts]), strict=True
     ):
@@ -87,14 +88,26 @@ def tree_info(*trees: tuple[int, ...]) -> SpecInfo:
     )
 
 
-def dense(prompt: Prompt, geometry: AttentionGeometry, *, visible: Tensor | None = None) -> Tensor:
-    """Compute the same in fp64 over all tokens at once; causal unless `visible` [n, n] is given."""
+def dense(
+    prompt: Prompt,
+    geometry: AttentionGeometry,
+    *,
+    visible: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute the same in fp64 over all tokens at once; causal unless `visible` [n, n] is given.
+
+    A sink is one more key with the score `sinks` [heads] and the value 0."""
     share = geometry.num_heads // geometry.num_kv_heads
     q, k, v = (x.double().transpose(0, 1) for x in (prompt.q, prompt.k, prompt.v))
     k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
     scores = q @ k.transpose(1, 2) * geometry.scale
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if visible is None else visible
-    return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        own = (sinks.double() * geometry.scale)[:, None, None].expand(*scores.shape[:2], 1)
+        scores, v = torch.cat([own, scores], -1), torch.cat([torch.zeros_like(v[:, :1]), v], 1)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 def poisoned_pool(

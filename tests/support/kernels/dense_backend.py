@@ -47,7 +47,16 @@ class DenseAttention:
         plan = _Rows(batch.num_rows, tuple(own), tuple(seen))
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         plan, geometry = batch.forward_metadata_plan, self._geometry
         if batch.forward_metadata_planner is not self or not isinstance(plan, _Rows):
             raise StalePlanError("not planned here")
@@ -66,9 +75,10 @@ class DenseAttention:
             keys, values = pool[pages, 0, :, offsets].double(), pool[pages, 1, :, offsets].double()
             for head in range(geometry.num_heads):
                 kv_head = head // (geometry.num_heads // geometry.num_kv_heads)
-                weights = torch.softmax(
-                    keys[:, kv_head] @ q[token, head].double() * geometry.scale, 0
-                )
+                scores = keys[:, kv_head] @ q[token, head].double()
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = torch.softmax(scores * geometry.scale, 0)[: len(cells)]
                 out[token, head] = weights @ values[:, kv_head]
         return out
 

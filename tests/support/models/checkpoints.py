@@ -115,6 +115,15 @@ _KIMI = {
         "full_attn_layers": [3],
     },
 }
+_GPT_OSS: dict[str, Any] = {
+    **_BASE,
+    "head_dim": 20,
+    "intermediate_size": 40,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 30,
+    "rope_parameters": {**_YARN, "truncate": False},
+}
 _VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -248,6 +257,7 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
+    "gpt_oss": _text("GptOssForCausalLM", "GptOssConfig", **_GPT_OSS),
     "qwen3_5_moe_text": _text("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_HYBRID_MOE),
     "qwen3_5_moe": _text(
         "Qwen3_5MoeForConditionalGeneration",
@@ -295,13 +305,18 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 FAMILY_NAMES = tuple(_FAMILIES)
-# Variants of families that are faster.
+# Variants of families that are faster, or whose widths blocks of 32 divide.
 _SHORT = {
     "glm_moe_dsa_short": _text(
         "GlmMoeDsaForCausalLM",
         "GlmMoeDsaConfig",
         **{**_DSA, "num_hidden_layers": 4, "index_topk_pattern": "FSSF"},
-    )
+    ),
+    "gpt_oss_blocks": _text(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        **{**_GPT_OSS, "hidden_size": 64, "intermediate_size": 32},
+    ),
 }
 
 

@@ -148,6 +148,18 @@ QWEN3_MOE: dict[str, object] = {
     "model_type": "qwen3_moe",
     "norm_topk_prob": True,
 }
+GPT_OSS: dict[str, object] = {
+    **_BASE,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "intermediate_size": 44,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 30,
+    "tie_word_embeddings": False,
+    "rope_parameters": _ROPE,
+}
 GLM4_MOE: dict[str, object] = {
     **QWEN3,
     "architectures": ["Glm4MoeForCausalLM"],

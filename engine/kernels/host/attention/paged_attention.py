@@ -5,6 +5,9 @@ for the products of `dot.py` or the matrix unit (`kv_blocks.py`), or used as it 
 (`small_batch.py`). It is multiplied by the queries of a tile: for a few tokens, the heads that
 share a kv head. One step of an online softmax weighs it (`softmax_blocks.py`), and it is added up.
 
+A head may have a sink, a learned score that takes part in the softmax and has no value. It is where
+the softmax starts.
+
 Every sum has one order: a score is summed in the order of channels, a token's output in the order
 of positions. So a token's bits depend on its own keys and on nothing else: not on the other tokens
 of the batch, not on whether it was prefilled, sampled or verified, and not on the number of
@@ -76,26 +79,31 @@ _ARGUMENTS = record(
     "paths",
     "out",
     "out_stride",
+    "sinks",
 )
 _LOG2_E = 1.4426950408889634
 
 
 def attend_in_place(
-    pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: float, team: Team
+    pages: Tensor,
+    queries: Tensor,
+    rows: RowsInPlace,
+    scale: float,
+    team: Team,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with new tokens whose keys are written.
 
     pages is [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous. queries is [T,
-    num_heads, D] of the same dtype, dense within a token. scale is more than 0. The result is [T,
-    num_heads, D] of that dtype, dense within a token.
+    num_heads, D] of the same dtype, dense within a token. scale is more than 0. sinks is
+    [num_heads] fp32, as in `AttentionBackend.run`. The result is [T, num_heads, D] of the
+    dtype of queries, dense within a token.
 
     Raises:
         InternalError: some items were not computed.
     """
     num_heads, head_dim = queries.shape[1:]
-    out = rows_for_product(len(queries), num_heads * head_dim, queries.dtype).view(
-        len(queries), num_heads, head_dim
-    )
+    out = rows_for_product(len(queries), num_heads * head_dim, queries.dtype).view(queries.shape)
     num_rows, table_width = rows.tables.shape
     num_kv_heads, page_size = pages.shape[2:4]
     num_tiles = rows.tiles.shape[0]
@@ -104,15 +112,10 @@ def attend_in_place(
     tiled = pages.dtype is torch.bfloat16 and has_tiles()
     most = most_rows(pages.dtype, head_dim, tiled=tiled)
     few = 0 < tile_rows <= most
+    limit = TILE_ROWS if tiled else CHUNK_ROWS
     heads = 1
     if few:
-        heads = heads_of_item(
-            num_tiles,
-            num_kv_heads,
-            tile_rows,
-            TILE_ROWS if tiled else CHUNK_ROWS,
-            torch.get_num_threads(),
-        )
+        heads = heads_of_item(num_tiles, num_kv_heads, tile_rows, limit, torch.get_num_threads())
     launch_integers(
         compiled_for(pages.dtype, tiled=tiled, few=few),
         num_tiles * num_kv_heads // heads,
@@ -142,6 +145,7 @@ def attend_in_place(
             rows.paths.data_ptr(),
             out.data_ptr(),
             out.stride(0),
+            0 if sinks is None else sinks.data_ptr(),
         ),
         team,
         scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, heads * tile_rows),

@@ -165,6 +165,12 @@ def _begin(a, workspace, stored, kv_head, first, count):
     state = carray(pointer_to(workspace.state, np.float32), (num_rows, _STATE_FLOATS))
     state[:] = 0
     state[:, LANES] = -np.inf
+    if a.sinks:
+        # A sink is a first key without a value: it has the maximum so far, and the weight 1.
+        sinks = carray(pointer_to(a.sinks, np.float32), a.num_kv_heads * a.share)
+        for row in range(num_rows):
+            state[row, 0] = 1
+            state[row, LANES] = sinks[(kv_head + row // of_head) * a.share + row % a.share]
     carray(pointer_to(workspace.sums, np.float32), (num_rows, workspace.value_blocks * LANES))[
         :
     ] = 0
