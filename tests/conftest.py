@@ -92,13 +92,16 @@ def pytest_runtest_setup() -> None:
 
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
+_READS_SOURCES = ("tests/architecture/",)
 
 
 class _OneWorkerForClusters(LoadScopeScheduling):  # type: ignore[misc]  # published without types
     """Any worker takes any test, but those that start whole clusters stay on one: two clusters at a
-    time would wait for each other's cores."""
+    time would wait for each other's cores. Those that parse all sources stay on one that has."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(_READS_SOURCES):
+            return "sources"
         return "processes" if nodeid.startswith(_STARTS_PROCESSES) else nodeid
 
 

@@ -2,10 +2,13 @@
 
 import argparse
 
+import pytest
+
 from baton.cluster_config import demo_model
 from bench.disaggregation import FIGURES, LAYOUTS, measure
 
 
+@pytest.mark.long
 async def test_every_layout_serves_the_same_requests() -> None:
     flags = argparse.Namespace(
         model=demo_model(),

@@ -65,6 +65,7 @@ def test_a_short_storm_of_every_kind_leaks_nothing() -> None:
     assert values["cached"] > 0
 
 
+@pytest.mark.long
 def test_a_cut_between_two_hosts_is_survived() -> None:
     values = figures(
         "bench.partition",

@@ -22,6 +22,7 @@ from tests.support.cluster.clusters import RunningCluster, running_cluster, samp
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
+from tests.support.grids import mostly_long
 from tests.support.models.published import QWEN3_0_6B, write_published
 
 QUESTIONS = make_questions(8)
@@ -53,7 +54,7 @@ async def local_prefills(running: RunningCluster, name: str, reason: str) -> flo
 
 @pytest.mark.parametrize(
     ("pp", "tp", "speculation"),
-    [(1, 1, ""), (2, 1, "draft"), (1, 2, ""), (1, 1, "draft")],
+    mostly_long([(1, 1, ""), (2, 1, "draft"), (1, 2, ""), (1, 1, "draft")], kept=[(2, 1, "draft")]),
     ids=["alone", "stages with a draft", "ranks", "with a draft"],
 )
 async def test_one_worker_of_both_roles_gives_the_same_bits(

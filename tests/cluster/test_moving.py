@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 FOUND_S = 3.0
 
 
+@pytest.mark.long
 def test_named_peers_are_found_at_a_new_address_within_three_seconds() -> None:
     """A leader by its stages and by routers, a prefill worker by routers, a router by clients."""
     done = subprocess.run(

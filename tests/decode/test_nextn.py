@@ -124,6 +124,7 @@ def test_steps_that_share_a_choice_of_keys_change_nothing_s2_7(
         assert_nothing_leaked(pool)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "size"), [(CHAINS["chain 3"], 2), (TREES["tree 4x4/15"], 1)], ids=["chain", "tree"]
 )

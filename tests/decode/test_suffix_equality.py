@@ -10,6 +10,7 @@ from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.decode.test_speculation import assert_nothing_leaked, requests, shown
+from tests.support.grids import mostly_long
 from tests.support.models.tiny_models import (
     DEEPSEEK_V3,
     DEEPSEEK_V32,
@@ -64,7 +65,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", mostly_long(TARGETS, kept=["llama", "gemma-3"]))
 def test_every_family_gives_the_same_bits(target: str) -> None:
     description = described(target)
     steps: list[VerifiedStep] = []

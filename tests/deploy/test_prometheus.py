@@ -312,6 +312,7 @@ def port() -> Iterator[int]:
         yield taken + 1  # unused while the one before it is held
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # about a minute when the machine has nothing else to do
 async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch

@@ -13,10 +13,12 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
+from tests.support.grids import mostly_long
 from tests.support.models.checkpoints import FAMILY_NAMES, make_checkpoint
 
 QUESTIONS = make_questions(5, seed=31, max_prompt=200, max_tokens=12)
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # stages, ranks of each
+CASES = [(family, LAYOUTS[place % len(LAYOUTS)]) for place, family in enumerate(FAMILY_NAMES)]
 
 
 async def assert_answers(client: AsyncBatonClient, expected: Sequence[Shown]) -> None:
@@ -35,7 +37,7 @@ async def assert_answers(client: AsyncBatonClient, expected: Sequence[Shown]) ->
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [(family, LAYOUTS[place % len(LAYOUTS)]) for place, family in enumerate(FAMILY_NAMES)],
+    mostly_long(CASES, kept=CASES[:4]),
     ids=str,
 )
 async def test_every_family_gives_the_same_bits(

@@ -35,7 +35,7 @@ def ttft_s(run: FleetRun, *, is_heavy: bool, share: float) -> float:
     return times[int(share * (len(times) - 1))]
 
 
-@pytest.mark.parametrize("num_routers", [1, 4])
+@pytest.mark.parametrize("num_routers", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_others_do_not_wait_behind_a_heavy_client(num_routers: int) -> None:
     """All are served. As one client, all of them would wait for as long as the heavy one."""
     config = FleetConfig(

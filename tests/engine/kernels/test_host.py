@@ -151,7 +151,8 @@ def test_tokens_of_another_shape_are_refused() -> None:
         dense_tokens(torch.zeros(2, 3, 4, 5))
 
 
-@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", ["small", "large"])
 def test_compiled_and_cached_kernels_give_the_same_bits(tmp_path: Path, size: str) -> None:
     outputs, kept = [], []
     for _ in range(2):

@@ -291,6 +291,7 @@ def test_plain_product(dtype: torch.dtype, by_tiles: bool) -> None:  # noqa: FBT
     assert plain_product(x[:0], weight, by_tiles=by_tiles).shape == (0, 40)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "without", "types"),
     [

@@ -276,6 +276,7 @@ def test_those_of_a_model_are_among_all() -> None:
     assert not list(kernels_of(ModelNeeds(torch.float16, reads_prompts=True, attends=True)))
 
 
+@pytest.mark.long
 def test_kernels_compiled_by_one_process_are_found_by_others() -> None:
     for kernel in kernels():
         kernel.load()
