@@ -8,7 +8,12 @@ sees all earlier tokens, and the temperature of layers without positions is 1.
 
 from dataclasses import replace
 
-from models.blocks.attention import AttentionSpec, Rotation, read_attention
+from models.blocks.attention import (
+    AttentionSpec,
+    Rotation,
+    read_attention,
+    read_rotating_layers,
+)
 from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
 from models.blocks.moe import InputRouting, MoeSpec
@@ -32,7 +37,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
         else None
     )
     rotated = replace(bare, rotation=Rotation.PAIRS, qk_norm=norm)
-    mixers = [rotated if rotates else bare for rotates in _rotations(raw)]
+    mixers = [rotated if rotates else bare for rotates in read_rotating_layers(raw)]
     decoder = assemble_decoder(
         raw,
         rope=read_rope(raw, head_dim=bare.head_dim, default_theta=500_000.0),
@@ -59,20 +64,6 @@ def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
     if is_tuned and Rotation.NONE in [mixer.rotation for mixer in mixers]:
         limits.append((raw.integer("floor_scale", minimum=2) - 1, "floor_scale"))
     return min(limits)
-
-
-def _rotations(raw: RawConfig) -> list[bool]:
-    """Return for each layer whether it rotates."""
-    num_layers = raw.integer("num_hidden_layers")
-    interval = raw.integer("no_rope_layer_interval")
-    listed = raw.integers("no_rope_layers")
-    if not listed:
-        return [(layer_id + 1) % interval > 0 for layer_id in range(num_layers)]
-    if len(listed) < num_layers:
-        raise raw.fail(
-            "no_rope_layers", f"names {len(listed)} layers, num_hidden_layers is {num_layers}"
-        )
-    return [value > 0 for value in listed[:num_layers]]
 
 
 def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:

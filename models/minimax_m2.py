@@ -10,13 +10,11 @@ from models.blocks.config import RawConfig
 from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
 from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder, read_norm
+from models.mixtral import EXPERT_NAMES
 
 _OTHER_NAMES = (
     ("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
-    ("block_sparse_moe.", "mlp."),
-    (".w1.", ".gate_proj."),
-    (".w3.", ".up_proj."),
-    (".w2.", ".down_proj."),
+    *EXPERT_NAMES,
 )
 
 

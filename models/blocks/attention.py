@@ -173,6 +173,26 @@ def read_attention(
     )
 
 
+def read_rotating_layers(raw: RawConfig) -> list[bool]:
+    """Return for each layer whether it has positions, by `no_rope_layers` if given.
+
+    Otherwise the last layer of each `no_rope_layer_interval` has none.
+
+    Raises:
+        ConfigError: fewer layers are named than there are.
+    """
+    num_layers = raw.integer("num_hidden_layers")
+    interval = raw.integer("no_rope_layer_interval")
+    listed = raw.integers("no_rope_layers")
+    if not listed:
+        return [(layer_id + 1) % interval > 0 for layer_id in range(num_layers)]
+    if len(listed) < num_layers:
+        raise raw.fail(
+            "no_rope_layers", f"names {len(listed)} layers, num_hidden_layers is {num_layers}"
+        )
+    return [value > 0 for value in listed[:num_layers]]
+
+
 class Attention:
     """An attention layer with q, k, v (and gate) in one product.
 

@@ -1,6 +1,6 @@
 """Defaults of transformers' config classes for fields that published config.json files omit.
 
-`tests/runtime/test_model_files.py` compares every value with those classes. It also compares every
+`tests/models/test_config_defaults.py` compares every value with those classes. It also compares every
 family's decoder with the one of a file that states all fields. Fields that transformers derives
 from others (`layer_types`, `rope_parameters` and similar ones) are derived by the families.
 `num_nextn_predict_layers` is omitted on purpose: transformers ignores it, and a file without it has
@@ -9,25 +9,22 @@ no such layer.
 
 from collections.abc import Mapping
 
+from runtime.model_files.dense_defaults import (
+    GEMMA3,
+    GEMMA4,
+    LLAMA,
+    MISTRAL,
+    QWEN3_VL,
+    SEED_OSS,
+    SMOLLM3,
+)
+
 _GATED_DELTA_NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-}
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
 }
 _LLAMA4 = {
     "vocab_size": 202048,
@@ -51,56 +48,6 @@ _LLAMA4 = {
     "attention_chunk_size": 8192,
     "attn_temperature_tuning": True,
     "floor_scale": 8192,
-}
-_MISTRAL = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-}
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-    "use_bidirectional_attention": False,
-}
-_GEMMA4 = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "sliding_window": 512,
-    "tie_word_embeddings": True,
-    "attention_k_eq_v": False,
-    "hidden_size_per_layer_input": 256,
-    "num_kv_shared_layers": 0,
-    "enable_moe_block": False,
-    "use_double_wide_mlp": False,
 }
 _QWEN2 = {
     "vocab_size": 151936,
@@ -190,6 +137,47 @@ _MINIMAX_M2 = {
     "tie_word_embeddings": False,
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
+}
+_MIXTRAL = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_GLM4_MOE_LITE = {
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "rope_interleave": True,
 }
 _GPT_OSS = {
     "vocab_size": 201088,
@@ -345,23 +333,29 @@ _QWEN3_5_MOE = {
 
 # By the architecture that config.json names; wrappers have the defaults of their text model.
 CONFIG_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "LlamaForCausalLM": _LLAMA,
+    "LlamaForCausalLM": LLAMA,
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
-    "MistralForCausalLM": _MISTRAL,
-    "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3,
-    "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _GEMMA4,
-    "Gemma4AssistantForCausalLM": _GEMMA4,
+    "MistralForCausalLM": MISTRAL,
+    "Mistral3ForConditionalGeneration": MISTRAL,
+    "MixtralForCausalLM": _MIXTRAL,
+    "SeedOssForCausalLM": SEED_OSS,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4,
+    "Gemma4AssistantForCausalLM": GEMMA4,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "MiniMaxM2ForCausalLM": _MINIMAX_M2,
     "GptOssForCausalLM": _GPT_OSS,
     "Glm4MoeForCausalLM": _GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": _DEEPSEEK_V32,

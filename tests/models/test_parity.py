@@ -10,7 +10,7 @@ import torch
 
 from models.loader import read_model
 from tests.models.conftest import CheckpointMaker
-from tests.support.models.checkpoints import FAMILY_NAMES, oracle
+from tests.support.models.checkpoints import FAMILY_NAMES, RELATED_NAMES, oracle
 from tests.support.models.single_stage import StageDriver
 
 PAGE_SIZE = 16
@@ -32,7 +32,7 @@ OTHER_ROPE = (
 )
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, *RELATED_NAMES])
 def test_logits_match_transformers(name: str, checkpoint: CheckpointMaker) -> None:
     path = checkpoint(name)
     tokens = torch.randint(

@@ -11,8 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.blocks.attention import AttentionSpec
+from models.blocks.config import RawConfig, text_config
 from models.loader import read_model
+from models.registry import read_decoder
 from router.text.model_facts import load_served_model
+from runtime.errors import ConfigError
 from tests.support.models.checkpoints import spread_weights
 from tests.support.models.single_stage import StageDriver
 
@@ -99,3 +103,63 @@ def test_a_wrapper_without_fields_is_the_model_of_transformers(
         description.facts.num_layers,
         (1, 106),
     )
+
+
+def test_other_text_models_of_mistrals_wrapper_are_refused(tmp_path: Path) -> None:
+    """Ministral 3 scales its queries by position."""
+    text = {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"norm": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model_type .*mistral") as refused:
+        read_model(tmp_path)
+    assert refused.value.field == "model_type"
+
+
+def test_gpt_oss_as_published_is_the_model_of_the_newer_style() -> None:
+    """Fields of the published file that transformers does not read, and its older rope."""
+    common = {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+    rope = {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    }
+    published = {
+        **common,
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "rope_scaling": rope,
+        "rope_theta": 150000,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    }
+    newer = {**common, "rope_parameters": {**rope, "rope_theta": 150000.0}}
+    expected = read_decoder("GptOssForCausalLM", text_config(RawConfig(newer)))
+    assert read_decoder("GptOssForCausalLM", text_config(RawConfig(published))) == expected
+    assert expected.max_context_tokens == 131072
+    assert [layer.mixer for layer in expected.layers[::2]] == [expected.layers[0].mixer] * 12
+    windows = [
+        spec.mixer.window for spec in expected.layers[:2] if isinstance(spec.mixer, AttentionSpec)
+    ]
+    assert windows == [127, None]

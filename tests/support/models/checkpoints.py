@@ -305,6 +305,49 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 FAMILY_NAMES = tuple(_FAMILIES)
+# Families made of the layers of those above, for tests of their configs and names.
+_RELATED = {
+    "mixtral": _text(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        **{**_BASE, "intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "seed_oss": _text("SeedOssForCausalLM", "SeedOssConfig", **_LLAMA, attention_out_bias=True),
+    "smollm3": _text("SmolLM3ForCausalLM", "SmolLM3Config", **_BASE),
+    "glm4_moe_lite": _text(
+        "Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", **{**_MLA, "n_group": 2, "topk_group": 1}
+    ),
+    "qwen3_vl": _text(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        text_config={**_BASE, "head_dim": 32},
+        vision_config={**_VISION, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=True,
+        **_MARKERS,
+    ),
+    "mistral3": _text(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        text_config={
+            **_BASE,
+            "model_type": "mistral",
+            "head_dim": 32,
+            "sliding_window": None,
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        image_token_index=250,
+    ),
+}
+RELATED_NAMES = tuple(_RELATED)
 # Variants of families that are faster, or whose widths blocks of 32 divide.
 _SHORT = {
     "glm_moe_dsa_short": _text(
@@ -328,7 +371,7 @@ def make_checkpoint(
     path = folder / f"{name}-{str(dtype).split('.')[1]}-{shard_bytes}"
     if not path.exists():
         torch.manual_seed(0)
-        model = {**_FAMILIES, **_SHORT}[name]()
+        model = {**_FAMILIES, **_RELATED, **_SHORT}[name]()
         spread_weights(model)
         nn.Module.to(model, dtype)
         model.save_pretrained(path, max_shard_size=shard_bytes or "5GB")
@@ -464,9 +507,12 @@ def _last_whole_layer(tensors: Mapping[str, Tensor]) -> str:
 def oracle(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the checkpoint in transformers as a causal language model over text, in its own dtype
     unless given."""
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype or "auto"
+    config = transformers.AutoConfig.from_pretrained(path)
+    is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto: Any = (
+        transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
     )
+    model: PreTrainedModel = auto.from_pretrained(path, dtype=dtype or "auto")
     model.train(mode=False)
     return model
 
