@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 # One compute thread per process: a local cluster gives each process a core of its own.
 export OMP_NUM_THREADS ?= 1
-# Tests that start clusters stay on one worker; see tests/conftest.py.
-TEST_WORKERS ?= 2
+# Tests that start clusters wait for much and stay on one worker (tests/conftest.py): with two cores there is room for two
+# more.
+TEST_WORKERS ?= 3
 # Further options of pytest.
 TEST_OPTIONS ?=
 
@@ -41,7 +42,7 @@ $(KERNELS): $(STAMP) $(shell find engine/kernels/host -name '*.py')
 	@$(BIN)/python -m engine.kernels.host.aot.compile_all
 	@mkdir -p $(@D) && touch $@
 
-test: $(KERNELS) ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores
+test: $(KERNELS) ## all tests that need no GPU, but for the long ones; 20 to 35 minutes on two cores
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) -m "not long" $(TEST_OPTIONS)
 
 # That no test is long is no failure: pytest's exit code 5.
