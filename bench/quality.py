@@ -1,4 +1,4 @@
-"""`python -m bench.quality MODEL`: how near answers are to the model's, by numerics and weights.
+"""`python -m bench.quality MODEL`: how near distributions of tokens are to the model's.
 
 The text is CPython's language reference, which every installation contains
 (`pydoc_data.topics`), in pieces of 512 tokens. At each position but the first of each piece, the
@@ -8,8 +8,9 @@ distribution of the next token is compared with that of transformers in fp32:
     kl           the mean Kullback-Leibler divergence of the fp32 distribution, in nats
     perplexity   exp of the mean negative log probability of the text's own tokens
 
-Subjects are transformers in the model's dtype, and Baton with `exact` and `fast` numerics and with
-`--weights int8`. The figures depend on the CPU's class of arithmetic, and hardly.
+Subjects are transformers in the model's dtype, and Baton on the host, where both kinds of numerics
+are the same, with the model's weights (`baton`) and with `--weights int8`. All are in memory
+together.
 """
 
 import argparse
@@ -27,7 +28,6 @@ from torch import Tensor
 
 from bench.report import Value, render
 from engine.core.batch import ForwardMode, ScoringRow
-from engine.core.numerics import Numerics
 from models.loader import ModelDescription, read_model
 from tests.support.models.single_stage import StageDriver
 
@@ -76,11 +76,9 @@ def pieces_of_text(tokenizer: Tokenizer, num_pieces: int) -> Iterator[list[int]]
         yield tokens[piece * PIECE_TOKENS : (piece + 1) * PIECE_TOKENS]
 
 
-def baton_logits(model: ModelDescription, numerics: Numerics) -> Logits:
+def baton_logits(model: ModelDescription) -> Logits:
     """Return the logits of one process without any handoff."""
-    driver = StageDriver(
-        model, page_size=PAGE_SIZE, num_sequences=1, max_tokens=PIECE_TOKENS, numerics=numerics
-    )
+    driver = StageDriver(model, page_size=PAGE_SIZE, num_sequences=1, max_tokens=PIECE_TOKENS)
 
     def logits(tokens: list[int]) -> Tensor:
         driver.forget(0)
@@ -112,9 +110,8 @@ def subjects_of(model: Path) -> Mapping[str, Callable[[], Logits]]:
     whole = read_model(model)
     return {
         "transformers": lambda: reference_logits(model, None),
-        "exact": lambda: baton_logits(whole, Numerics.EXACT),
-        "fast": lambda: baton_logits(whole, Numerics.FAST),
-        "int8": lambda: baton_logits(replace(whole, in_bytes=True), Numerics.EXACT),
+        "baton": lambda: baton_logits(whole),
+        "int8": lambda: baton_logits(replace(whole, in_bytes=True)),
     }
 
 

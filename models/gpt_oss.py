@@ -8,7 +8,7 @@ from dataclasses import replace
 from models.blocks.attention import read_attention
 from models.blocks.config import RawConfig
 from models.blocks.expert_layers import ClampedSwiglu
-from models.blocks.moe import MoeSpec, SoftmaxRouting
+from models.blocks.moe import read_softmax_moe
 from models.blocks.rotary import read_rope
 from models.blocks.spec import (
     FULL_ATTENTION,
@@ -41,7 +41,14 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     }
     if "rope_parameters" not in raw and "rope_scaling" not in raw:
         raw = raw.updated({"rope_parameters": _USUAL_ROPE})
-    experts = _read_experts(raw)
+    width = raw.integer("intermediate_size")
+    # The published softmax over the selected logits has the same values.
+    experts = replace(
+        read_softmax_moe(
+            raw.updated({"moe_intermediate_size": width}), renormalize=True, has_shared=False
+        ),
+        clamped=ClampedSwiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)),
+    )
     kinds = read_layer_kinds(raw, usual=_WINDOW, interval=2)
     decoder = assemble_decoder(
         raw,
@@ -49,22 +56,3 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
         layers=tuple(LayerSpec(mixers[kind], experts) for kind in kinds),
     )
     return replace(decoder, other_names=_OTHER_NAMES, inputs_first=_INPUTS_FIRST)
-
-
-def _read_experts(raw: RawConfig) -> MoeSpec:
-    raw.require("hidden_act", only="silu", default="silu")
-    spec = MoeSpec(
-        hidden_size=raw.integer("hidden_size"),
-        num_experts=raw.integer("num_local_experts"),
-        num_chosen=raw.integer("num_experts_per_tok"),
-        expert_width=raw.integer("intermediate_size"),
-        # The published softmax over the selected logits has the same values.
-        routing=SoftmaxRouting(renormalize=True),
-        clamped=ClampedSwiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)),
-        experts_field="num_local_experts",
-    )
-    if spec.num_chosen > spec.num_experts:
-        raise raw.fail(
-            "num_experts_per_tok", f"must be at most num_local_experts {spec.num_experts}"
-        )
-    return spec

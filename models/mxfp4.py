@@ -54,6 +54,7 @@ class Mxfp4Format:
                 )
             if name.endswith(_BLOCKS):
                 codes, scales = (part for part in parts if part is not None)
+                # Families that store [in, out] have it transposed again.
                 entry = Mxfp4Entry(codes, replace(scales, dtype="F8_E8M0"))
                 entries[stem] = transposed(entry) if stem.endswith(inputs_first) else entry
         return Checkpoint(entries)

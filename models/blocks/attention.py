@@ -239,11 +239,10 @@ class Attention:
                 spec.head_dim,
                 {"q": self._num_heads, "k": self._num_kv_heads},
             )
-        # Layers without sinks run on backends without them.
-        self._options: dict[str, Tensor] = {}
+        self._sinks: Tensor | None = None
         if spec.sinks:
             sinks = weights.tensor("sinks", len(spec.heads), dtype=torch.float32, rows=spec.heads)
-            self._options = {"sinks": sinks / spec.scale}
+            self._sinks = sinks / spec.scale
         self._value_norm: RmsNorm | None = None
         if spec.value_norm is not None:
             ones = torch.ones(spec.head_dim, dtype=torch.float32, device=weights.device)
@@ -276,7 +275,7 @@ class Attention:
         key = heads[:, self._num_heads :]
         out = (
             stage_pass.paged_attention()
-            .run(self._layer_id, query, key, value, stage_pass.batch, **self._options)
+            .run(self._layer_id, query, key, value, stage_pass.batch, sinks=self._sinks)
             .flatten(1)
         )
         return self._output(_gated(out, gate) if spec.output_gate else out)

@@ -139,8 +139,7 @@ class ClampedExperts:
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Implement `ExpertLayers`."""
-        of_row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        of_row = of_row.to(x.device)
+        of_row = torch.repeat_interleave(torch.tensor(counts)).to(x.device)
         both = self._gate_up(x, counts).float() + self._inner_biases[of_row]
         inner = self._activation(*both.view(len(x), both.shape[1] // 2, 2).unbind(-1)).to(x.dtype)
         return (self._down(inner, counts).float() + self._biases[of_row]).to(x.dtype)

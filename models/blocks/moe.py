@@ -168,7 +168,7 @@ class MoeSpec:
 
 
 def read_softmax_moe(raw: RawConfig, *, renormalize: bool, has_shared: bool) -> MoeSpec:
-    """Read the fields of the Qwen families.
+    """Read the fields of the Qwen families, Mixtral and gpt-oss.
 
     `num_local_experts` is the newer spelling of `num_experts`.
     """

@@ -108,11 +108,10 @@ def test_logits_are_nearer_to_the_model_than_those_of_transformers(smollm2: Path
     """Over text that every CPython has. Ten pieces give 0.9867 and 6.2e-4 (transformers: 0.9767 and
     1.2e-3), and in eight bits 0.943 and 1.0e-2."""
     found = compare(smollm2, subjects_of(smollm2), num_pieces=3)
-    exact, theirs, int8 = (found[name] for name in ("exact", "transformers", "int8"))
+    exact, theirs, int8 = (found[name] for name in ("baton", "transformers", "int8"))
     assert exact.agreement >= max(0.975, theirs.agreement)
     assert exact.kl <= min(1e-3, theirs.kl)
     assert exact.perplexity == pytest.approx(found["fp32"].perplexity, rel=5e-3)
-    assert found["fast"].kl <= theirs.kl
     assert int8.agreement >= 0.92
     assert int8.kl <= 2e-2
     assert int8.perplexity == pytest.approx(found["fp32"].perplexity, rel=2e-2)

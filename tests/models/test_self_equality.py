@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.layer_range import get_pp_indices
 from models.loader import ModelDescription, read_model
 from tests.models.conftest import CheckpointMaker
-from tests.support.models.checkpoints import FAMILY_NAMES
+from tests.support.models.checkpoints import FAMILY_NAMES, RELATED_NAMES
 from tests.support.models.single_stage import StageDriver
 from tests.support.models.tiny_models import KIMI_LINEAR, tiny
 
@@ -22,7 +22,7 @@ OTHERS = {1: PROMPT[3:70], 2: PROMPT[:1], 3: PROMPT[20:149]}
 CONTINUATION = [17, 200, 5]
 
 
-@pytest.fixture(params=FAMILY_NAMES)
+@pytest.fixture(params=[*FAMILY_NAMES, *RELATED_NAMES])
 def model(request: pytest.FixtureRequest, checkpoint: CheckpointMaker) -> ModelDescription:
     return read_model(checkpoint(request.param))
 
