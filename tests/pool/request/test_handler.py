@@ -58,17 +58,28 @@ async def test_deferrable_events_wake_the_loop_once_by_its_timer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, seen, calls = asyncio.get_running_loop(), list[object](), list[object]()
+    timers = list[tuple[float, Callable[[], None]]]()
     post, wake = EventPost(loop), loop.call_soon_threadsafe
 
     def called(*args: Any) -> None:  # noqa: ANN401 - as the loop has it
         calls.append(args)
         wake(*args)
 
+    def set_timer(delay: float, callback: Callable[[], None]) -> object:
+        timers.append((delay, callback))
+        return callback
+
     monkeypatch.setattr(loop, "call_soon_threadsafe", called)
+    monkeypatch.setattr(loop, "call_later", set_timer)
 
     def step(event: object, *, can_wait: bool = True) -> None:
         post.put(seen.append, event, can_wait=can_wait)
         post.flush()
+
+    def expire() -> None:
+        delay, callback = timers.pop()
+        assert (delay, timers) == (module.PACE_S, [])
+        callback()
 
     step("first")
     await asyncio.sleep(0)
@@ -77,15 +88,16 @@ async def test_deferrable_events_wake_the_loop_once_by_its_timer(
     step("third")
     await asyncio.sleep(0)
     assert (seen, len(calls)) == (["first"], 1)
-    await until(lambda: seen == ["first", "second", "third"])
-    assert len(calls) == 1
+    expire()
+    assert (seen, len(calls)) == (["first", "second", "third"], 1)
     step("fourth")
     step("last", can_wait=False)
     await asyncio.sleep(0)
     assert (seen[3:], len(calls)) == (["fourth", "last"], 2), (
         "what must not wait takes along what came before"
     )
-    await asyncio.sleep(3 * module.PACE_S)
+    expire()  # finds no event
+    assert not timers
     step("after a pause")
     assert len(calls) == 3
     await asyncio.sleep(0)
