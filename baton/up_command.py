@@ -49,7 +49,10 @@ WorkerNumerics = Annotated[
 ]
 WorkerWeights = Annotated[
     str | None,
-    Field(description="Weight type: model (the checkpoint's own) or int8 (eight bits a weight)."),
+    Field(
+        description="Weight type: model (the checkpoint's own), int8 or int4 (eight or four bits a "
+        "weight)."
+    ),
 ]
 WorkerDevice = Annotated[
     str | None, Field(description="Device of the workers: cpu, cuda or cuda:N.")

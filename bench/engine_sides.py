@@ -1,5 +1,5 @@
-"""Sides of `bench.engine` and `bench.eight_bits`: `python -m bench.engine_sides
-ours|int8|reference`.
+"""Sides of `bench.engine` and `bench.coded_weights`: `python -m
+bench.engine_sides ours|reference`.
 
 Each side is a process. It reads one JSON command per line and responds with one line. {"do":
 "prefill", "tokens": n} returns the seconds for the first n tokens of a prompt (default: all) and
@@ -30,7 +30,7 @@ from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.layer_range import LayerRange
-from engine.core.numerics import Numerics
+from engine.core.numerics import Numerics, WeightFormat
 from engine.core.request import SamplingParams
 from engine.graphs.host_steps import HostSteps
 from engine.memory.heap import keep_freed_memory
@@ -38,7 +38,7 @@ from engine.memory.layout import PoolGeometry
 from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
 from engine.pipeline.stage_executor import StageExecutor
-from models.blocks.weights import RandomWeights
+from models.blocks.random_weights import RandomWeights
 from models.loader import ModelDescription, random_model
 from pool.stage.config import WorkerConfig
 
@@ -262,7 +262,8 @@ def serve(side: Side, prompts: Tensor, row_context: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "int8", "reference"))
+    parser.add_argument("side", choices=("ours", "reference"))
+    parser.add_argument("--weights", type=WeightFormat, default=WeightFormat.MODEL)
     parser.add_argument("--numerics", type=Numerics, default=Numerics.EXACT)
     for name in ("threads", "context", "max-tokens", "page-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -278,7 +279,7 @@ def main() -> None:
     side: Side
     if flags.side != "reference":
         side = Ours(
-            replace(random_model(MODEL), in_bytes=flags.side == "int8"),
+            replace(random_model(MODEL), weight_format=flags.weights),
             numerics=flags.numerics,
             page_size=flags.page_size,
             max_tokens=flags.max_tokens,

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.engine_sides import MODEL
-from models.blocks.weights import RandomWeights
+from models.blocks.random_weights import RandomWeights
 
 _GGUF_NAMES = {
     "embed_tokens": "token_embd",

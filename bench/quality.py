@@ -9,14 +9,15 @@ distribution of the next token is compared with that of transformers in fp32:
     perplexity   exp of the mean negative log probability of the text's own tokens
 
 Subjects are transformers in the model's dtype, and Baton on the host, where both kinds of numerics
-are the same, with the model's weights (`baton`) and with `--weights int8`. All are in memory
-together.
+are the same, with the model's weights (`baton`) and with `--weights int8` and `int4`. All are in
+memory together.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from bench.report import Value, render
 from engine.core.batch import ForwardMode, ScoringRow
+from engine.core.numerics import WeightFormat
 from models.loader import ModelDescription, read_model
 from tests.support.models.single_stage import StageDriver
 
@@ -111,7 +113,10 @@ def subjects_of(model: Path) -> Mapping[str, Callable[[], Logits]]:
     return {
         "transformers": lambda: reference_logits(model, None),
         "baton": lambda: baton_logits(whole),
-        "int8": lambda: baton_logits(replace(whole, in_bytes=True)),
+        **{
+            each: partial(baton_logits, replace(whole, weight_format=each))
+            for each in (WeightFormat.INT8, WeightFormat.INT4)
+        },
     }
 
 

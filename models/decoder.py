@@ -163,8 +163,15 @@ class DecoderStage:
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
-            self._head = weights.linear(name, rows=(spec.vocabulary,), in_features=spec.hidden_size)
-        if self._is_first and self._is_last and spec.tied_head and not weights.in_bytes:
+            self._head = weights.for_head().linear(
+                name, rows=(spec.vocabulary,), in_features=spec.hidden_size
+            )
+        if (
+            self._is_first
+            and self._is_last
+            and spec.tied_head
+            and not weights.weight_format.is_coded
+        ):
             self._embed = self._head.weight_rows
         elif self._is_first:
             vocabulary = spec.vocabulary

@@ -18,9 +18,8 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ModelFacts, RanksOfStage
 from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
-from engine.core.numerics import HOST, Numerics
+from engine.core.numerics import HOST, Numerics, WeightFormat
 from engine.kernels.host.codegen.compiled import has_kernels
-from engine.kernels.host.linear.int8 import SCALE_BYTES
 from engine.memory.layout import CacheSpec
 from models.adapters import Adapter, StageFactors
 from models.blocks.adapted import StageAdapters
@@ -32,8 +31,10 @@ from models.blocks.config import (
     read_config_file,
     text_config,
 )
+from models.blocks.kept_bytes import kept_bytes
+from models.blocks.random_weights import RandomWeights
 from models.blocks.spec import DecoderSpec
-from models.blocks.weights import PartSource, RandomWeights, Weights
+from models.blocks.weights import PartSource, Weights
 from models.checkpoint import Checkpoint, WeightEntry, same_content
 from models.checkpoint_part import LAYER_NAME, CheckpointPart, Report, stage_entries, target_entry
 from models.decoder import EMBEDDING, HEAD, DecoderStage
@@ -56,7 +57,7 @@ class ModelDescription:
     facts: ModelFacts
     spec: DecoderSpec
     checkpoint: Checkpoint | None = field(repr=False)  # None if weights are random
-    in_bytes: bool = False  # whether projections keep eight bits of each weight
+    weight_format: WeightFormat = WeightFormat.MODEL  # of projections
     notices: tuple[str, ...] = ()  # messages for the operator about how the files were read
     adapters: tuple[Adapter, ...] = ()  # that are known at the start
     adapter_bytes: int | None = None  # of memory for adapters of all layers; None: for all
@@ -105,8 +106,8 @@ class ModelDescription:
     def weight_bytes(self, layers: LayerRange, rank: TensorRank = ONLY_RANK) -> int:
         """Return the least bytes of weights that each rank of a stage of these layers holds.
 
-        Weights are counted in the model's dtype or in eight bits. It is the value of the largest
-        rank, so that all ranks plan alike. Random weights count as 0.
+        Weights are counted in their format. It is the value of the largest rank, so that all ranks
+        plan alike. Random weights count as 0.
         """
         if self.checkpoint is None:
             return 0
@@ -148,7 +149,7 @@ class ModelDescription:
             self.checkpoint, self.spec, LayerRange(0, self.spec.num_layers)
         ).items():
             layer = LAYER_NAME.match(name)
-            num_bytes = kept_bytes(entry.shape, self.facts.dtype, in_bytes=self.in_bytes)
+            num_bytes = self._coded_bytes(name, entry.shape)
             if layer is not None and int(layer[1]) < len(read):
                 read[int(layer[1])] += num_bytes
             elif name == head and with_head:
@@ -158,15 +159,20 @@ class ModelDescription:
     def _kept_bytes(self, name: str, shape: tuple[int, ...], layers: LayerRange) -> int:
         """Return the bytes of one tensor.
 
-        An embedding keeps its dtype, so a head that is tied to it is a separate copy in eight bits.
+        An embedding keeps its dtype, so a head that is tied to it is a separate copy of codes.
         """
-        coded = kept_bytes(shape, self.facts.dtype, in_bytes=self.in_bytes)
-        if name != EMBEDDING or not self.in_bytes:
+        coded = self._coded_bytes(name, shape)
+        if name != EMBEDDING or not self.weight_format.is_coded:
             return coded
         is_head = self.spec.tied_head and layers.end == self.spec.num_layers
-        return (kept_bytes(shape, self.facts.dtype) if layers.start == 0 else 0) + (
-            coded if is_head else 0
-        )
+        return (
+            math.prod(shape) * _torch_dtype(self.facts.dtype).itemsize if layers.start == 0 else 0
+        ) + (coded if is_head else 0)
+
+    def _coded_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        is_head = name in (EMBEDDING, HEAD)
+        format_ = self.weight_format.of_head if is_head else self.weight_format
+        return kept_bytes(shape, _torch_dtype(self.facts.dtype), format_)
 
     def load_stage(
         self,
@@ -260,7 +266,7 @@ class ModelDescription:
             numerics=numerics,
             device=device,
             parts=source,
-            in_bytes=self.in_bytes,
+            weight_format=self.weight_format,
             adapters=StageAdapters(has_any=has_adapters),
         )
 
@@ -281,8 +287,8 @@ class ModelDescription:
         )
 
 
-def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
-    """Describe the checkpoint in folder `path`, with weights in its own dtype or `in_bytes`.
+def read_model(path: Path, *, weight_format: WeightFormat = WeightFormat.MODEL) -> ModelDescription:
+    """Describe the checkpoint in folder `path`, with projections in `weight_format`.
 
     `facts.revision` is a digest of config.json, without the fields that only name its author, and
     of the names, dtypes and shapes of all tensors. Their bytes are digested when they are read
@@ -290,7 +296,7 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a
-            file is damaged, or the model's dtype has no products in eight bits.
+            file is damaged, or the model's dtype has no products in this format.
     """
     check_model_folder(path)
     raw = read_config_file(path / "config.json")
@@ -300,13 +306,13 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     description = replace(
         _describe(raw, spec, checkpoint, ends), notices=notices_of(path, raw, checkpoint)
     )
-    if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
+    if weight_format.is_coded and not has_kernels(_torch_dtype(description.facts.dtype)):
         raise ConfigError(
-            f"weights int8: there are no products in eight bits for models in {description.facts.dtype}, "
+            f"weights {weight_format}: there are no such products for models in {description.facts.dtype}, "
             f"only for those in bfloat16 and float32",
             field="weights",
         )
-    return replace(description, in_bytes=in_bytes)
+    return replace(description, weight_format=weight_format)
 
 
 def random_model(config: dict[str, object]) -> ModelDescription:
@@ -385,13 +391,6 @@ def _has_other_head(checkpoint: Checkpoint) -> bool:
     head = target_entry(checkpoint, HEAD)
     embedding = target_entry(checkpoint, EMBEDDING)
     return head is not None and embedding is not None and not same_content(head, embedding)
-
-
-def kept_bytes(shape: tuple[int, ...], dtype: str, *, in_bytes: bool = False) -> int:
-    """Return the bytes of a tensor in the model's dtype, or of a matrix in eight bits."""
-    if in_bytes and len(shape) > 1:
-        return math.prod(shape) + math.prod(shape[:-1]) * SCALE_BYTES
-    return math.prod(shape) * _torch_dtype(dtype).itemsize
 
 
 def _torch_dtype(name: str) -> torch.dtype:

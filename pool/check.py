@@ -52,7 +52,7 @@ def check(
         int | None, typer.Option(help="Ranks that experts are spread over: as many as --tp.")
     ] = None,
     partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5", or balanced.')] = "",
-    weights: Annotated[str, typer.Option(help="model, or int8: eight bits a weight.")] = "model",
+    weights: Annotated[str, typer.Option(help="model, int8 or int4: bits a weight.")] = "model",
     draft: Annotated[Path | None, typer.Option(help="Draft model, or suffix.")] = None,
     adapters: Annotated[Path | None, typer.Option(help="Directory of LoRA adapters.")] = None,
     memory_mb: Annotated[

@@ -33,6 +33,27 @@ class Numerics(StrEnum):
     FAST = "fast"
 
 
+class WeightFormat(StrEnum):
+    """The format in which projections keep their weights on the host."""
+
+    MODEL = "model"  # the model's dtype
+    INT8 = "int8"  # eight bits a weight
+    INT4 = "int4"  # four bits a weight
+
+    @property
+    def is_coded(self) -> bool:
+        """Return whether weights are kept as integer codes with scales."""
+        return self is not WeightFormat.MODEL
+
+    @property
+    def of_head(self) -> "WeightFormat":
+        """Return the format of a projection to the vocabulary.
+
+        Errors in logits cost more than others, so it has eight bits where others have four.
+        """
+        return WeightFormat.INT8 if self is WeightFormat.INT4 else self
+
+
 def silu(x: Tensor) -> Tensor:
     """Compute x * sigmoid(x) in fp32 and return it in x's dtype."""
     if x.device.type != "cpu":

@@ -178,7 +178,7 @@ class GatedDeltaNet:
                 "in_proj_a": [heads],
             }
         )
-        gates = [name for name in inputs if weights.in_bytes and name in _GATES]
+        gates = [name for name in inputs if weights.weight_format.is_coded and name in _GATES]
         products = [
             (weights, [name for name in inputs if name not in gates]),
             (weights.whole(), gates),

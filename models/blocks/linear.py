@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.contracts.model import Ranks
 from engine.core.layer_range import EIGHTHS, Part, eighth
-from engine.core.numerics import gelu, silu
+from engine.core.numerics import WeightFormat, gelu, silu
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
@@ -42,13 +42,13 @@ class Linear:
         self,
         *weights: Tensor,
         biases: Sequence[Tensor] = (),
-        in_bytes: bool = False,
+        weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
         updates: LowRankUpdates | None = None,
     ) -> None:
         """Create the layer.
 
-        With `in_bytes` packed weights keep eight bits. For `row_scales` see `PackedWeight`.
+        Packed weights are kept in `weight_format`. For `row_scales` see `PackedWeight`.
         `updates` are those of adapters.
         """
         if biases and len(biases) != len(weights):
@@ -61,7 +61,7 @@ class Linear:
         self.packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
             self.packed = PackedWeight(
-                weight, bias, Team(), in_bytes=in_bytes, row_scales=row_scales
+                weight, bias, Team(), weight_format=weight_format, row_scales=row_scales
             )
         else:
             self._weight = weight.contiguous()
@@ -94,8 +94,8 @@ class Linear:
     def weight_rows(self, indices: Tensor) -> Tensor:
         """Return rows of the weight, [T, in], so that a tied head needs no copy of the embedding.
 
-        `indices` is [T] int64, on the host or on the weight's device. Weights in eight bits do not
-        support it.
+        `indices` is [T] int64, on the host or on the weight's device. Coded weights do not support
+        it.
         """
         if self.packed is not None:
             return self.packed.rows(indices)
@@ -154,14 +154,14 @@ class SummedLinear:
         ranks: Ranks,
         *,
         num_terms: int,
-        in_bytes: bool = False,
+        weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
         updates: LowRankUpdates | None = None,
     ) -> None:
         """Create this rank's part.
 
         `bias` is [out] or None, the same on every rank. `num_terms` counts the terms of the whole
-        sum. `in_bytes`, `row_scales` and `updates` are as in `Linear`.
+        sum. `weight_format`, `row_scales` and `updates` are as in `Linear`.
         """
         self._updates = updates
         self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(num_terms)
@@ -175,7 +175,7 @@ class SummedLinear:
                 Team(),
                 num_segments=self._num_segments,
                 segment_terms=self._segment_terms,
-                in_bytes=in_bytes,
+                weight_format=weight_format,
                 row_scales=row_scales,
             )
         else:

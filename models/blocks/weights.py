@@ -5,7 +5,6 @@ built. So a stage reads only what its blocks request, and a fused matrix is read
 rows.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Protocol
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from engine.contracts.model import Ranks
 from engine.core.layer_range import Part
-from engine.core.numerics import HOST, Numerics
+from engine.core.numerics import HOST, Numerics, WeightFormat
 from models.blocks.adapted import (
     Arranged,
     Projection,
@@ -100,14 +99,14 @@ class Weights:
         staging: _PackingMemory | None = None,
         parts: PartSource | None = None,
         ranks: Ranks | None = None,
-        in_bytes: bool = False,
+        weight_format: WeightFormat = WeightFormat.MODEL,
         adapters: StageAdapters | None = None,
     ) -> None:
         """Create a view of a source.
 
         `device` holds the tensors, and blocks over them compute there. `ranks` are those that share
-        the stage, if it has several; parts of tensors are then read from `parts`. With `in_bytes`,
-        projections keep eight bits of each weight. Projections take their updates from `adapters`.
+        the stage, if it has several; parts of tensors are then read from `parts`. Projections keep
+        their weights in `weight_format` and take their updates from `adapters`.
         """
         self.adapters = adapters or StageAdapters()
         self._source = source
@@ -118,7 +117,7 @@ class Weights:
         self._numerics = numerics
         self._staging = staging or _PackingMemory()
         self.device = device
-        self.in_bytes = in_bytes
+        self.weight_format = weight_format
 
     def at(self, part: str) -> "Weights":
         found = copy(self)
@@ -137,7 +136,13 @@ class Weights:
         These are routers, gates and the selection of keys.
         """
         found = copy(self)
-        found.in_bytes = False
+        found.weight_format = WeightFormat.MODEL
+        return found
+
+    def for_head(self) -> "Weights":
+        """Return the same tensors for a projection to the vocabulary (`WeightFormat.of_head`)."""
+        found = copy(self)
+        found.weight_format = self.weight_format.of_head
         return found
 
     def without_adapters(self) -> "Weights":
@@ -242,7 +247,7 @@ class Weights:
             offsets,
             self.ranks,
             num_terms=terms.total,
-            in_bytes=self.in_bytes,
+            weight_format=self.weight_format,
             row_scales=self.row_scales(f"{name}.weight", rows),
             updates=self.updates({name: rows}, terms.total, terms=terms),
         )
@@ -256,7 +261,7 @@ class Weights:
         parts = intervals(rows)
         found = (
             self._source.row_scales(self.prefix + name, item=None if item is None else item[0])
-            if self.in_bytes and self.device == HOST
+            if self.weight_format is WeightFormat.INT8 and self.device == HOST
             else None
         )
         if found is None or len(found) != parts[0].total:
@@ -329,7 +334,7 @@ class Weights:
         return Linear(
             weight,
             biases=() if bias is None else (bias,),
-            in_bytes=self.in_bytes,
+            weight_format=self.weight_format,
             row_scales=row_scales,
             updates=updates,
         )
@@ -352,49 +357,3 @@ class Weights:
             ),
             activation=activation,
         )
-
-
-class RandomWeights:
-    """Repeatable random tensors of any name and shape, for benchmarks without a checkpoint.
-
-    They are generated on the host, so every device has the same ones.
-    """
-
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def has(self, name: str) -> bool:
-        # Experts are stored one by one, not stacked.
-        return ".experts." not in name or name.rsplit(".", 1)[1] == "weight"
-
-    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
-        if "norm" in name:
-            out.fill_(1.0)
-            return
-        seed = zlib.crc32(f"{name}{item or ''}".encode()) ^ self._seed
-        generator = torch.Generator().manual_seed(seed)
-        # Always generated in fp32: per dtype, torch fills the end of a tensor of odd size by
-        # another rule.
-        out.copy_(
-            torch.empty(out.shape, dtype=torch.float32).normal_(
-                0.0, out.shape[-1] ** -0.5, generator=generator
-            )
-        )
-
-    def row_scales(self, name: str, *, item: int | None = None) -> None:
-        """Implement `WeightSource.row_scales`: there are none."""
-
-    def read_rows(
-        self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None
-    ) -> None:
-        """Implement `PartSource.read_rows`."""
-        shape = [rows[0].total, *out.shape[1:]]
-        if columns is not None:
-            shape[-1] = columns.total
-        whole = torch.empty(shape, dtype=out.dtype)
-        self.read(name, whole)
-        kept = torch.cat([whole[part.start : part.stop] for part in rows])
-        out.copy_(kept if columns is None else kept[..., columns.start : columns.stop])
-
-    def skip(self, name: str, item: int | None = None) -> None:
-        """Implement `PartSource.skip`."""

@@ -56,7 +56,9 @@ class Eagle1:
         self._post_norm = read_norm(raw).build(layer, "post_attention_layernorm", hidden)
         self._mlp = read_mlp(raw).build(layer.at("mlp"))
         self.vocab_size = target.facts.vocab_size
-        self._head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
+        self._head = weights.for_head().linear(
+            "lm_head", rows=(self.vocab_size,), in_features=hidden
+        )
 
     @property
     def capture_layers(self) -> frozenset[int]:

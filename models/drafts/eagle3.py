@@ -72,7 +72,9 @@ class Eagle3:
         self._attention = _Eagle3Attention(spec=self._spec, weights=layer.at("self_attn"))
         self._mlp = read_mlp(raw).build(layer.at("mlp"))
         self._norm = norm.build(weights, "norm", hidden)
-        self._head = weights.linear("lm_head", rows=(self._vocab_size,), in_features=hidden)
+        self._head = weights.for_head().linear(
+            "lm_head", rows=(self._vocab_size,), in_features=hidden
+        )
         self._offsets = None
         if self._vocab_size != target_vocab:
             self._offsets = weights.tensor("d2t", self._vocab_size, dtype=torch.int64)

@@ -18,10 +18,11 @@ from models.blocks.config import (
     read_config_file,
     text_config,
 )
+from models.blocks.kept_bytes import kept_bytes
 from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp, small_model
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
-from models.loader import ModelDescription, description_digest, kept_bytes, notices_of, with_dtype
+from models.loader import ModelDescription, description_digest, notices_of, with_dtype
 from models.quantized_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError, InternalError
@@ -89,10 +90,11 @@ class DraftDescription:
     def weight_bytes(self) -> int:
         """Return the bytes of the draft's own weights.
 
-        They are in its dtype, or in eight bits if the target's are. Random weights count as 0.
+        They are in its dtype, or in the target's format. Random weights count as 0.
         """
+        dtype: torch.dtype = getattr(torch, dtype_name(self.raw))
         return sum(
-            kept_bytes(entry.shape, dtype_name(self.raw), in_bytes=self.target.in_bytes)
+            kept_bytes(entry.shape, dtype, self.target.weight_format)
             for entry in (self.entries or {}).values()
         )
 
@@ -167,7 +169,7 @@ class DraftDescription:
             dtype=dtype_name(self.raw),
             numerics=numerics,
             device=device,
-            in_bytes=self.target.in_bytes,
+            weight_format=self.target.weight_format,
         )
         built = build(files=DraftFiles(self.raw, weights, self.target))
         source.finish()

@@ -48,7 +48,9 @@ class MtpShared:
         )
         self.embedding = weights.tensor(EMBEDDING, self.vocab_size, hidden)
         self.target_norm = target.spec.norm.build(weights, "target_norm", hidden)
-        self.head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
+        self.head = weights.for_head().linear(
+            "lm_head", rows=(self.vocab_size,), in_features=hidden
+        )
 
 
 class Mtp:

@@ -65,8 +65,10 @@ class SmallModel:
         ]
         self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
         name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
-        self._head = weights.linear(name, rows=(spec.vocab_size,), in_features=spec.hidden_size)
-        is_shared = spec.tied_head and not weights.in_bytes
+        self._head = weights.for_head().linear(
+            name, rows=(spec.vocab_size,), in_features=spec.hidden_size
+        )
+        is_shared = spec.tied_head and not weights.weight_format.is_coded
         if is_shared and spec.vocab_size >= files.target.facts.vocab_size:
             self._embed = self._head.weight_rows
         else:

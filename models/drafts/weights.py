@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.numerics import HOST, Numerics
+from engine.core.numerics import HOST, Numerics, WeightFormat
 from models.blocks.config import RawConfig
-from models.blocks.weights import RandomWeights, Weights, WeightSource
+from models.blocks.random_weights import RandomWeights
+from models.blocks.weights import Weights, WeightSource
 from models.checkpoint import WeightEntry, read_tensor
 from models.checkpoint_part import target_entry
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
@@ -118,7 +119,7 @@ def draft_weights(
     dtype: str,
     numerics: Numerics,
     device: torch.device = HOST,
-    in_bytes: bool = False,
+    weight_format: WeightFormat = WeightFormat.MODEL,
 ) -> Weights:
     """Return the weights that the draft's blocks read from."""
     return Weights(
@@ -127,7 +128,7 @@ def draft_weights(
         dtype=getattr(torch, dtype),
         numerics=numerics,
         device=device,
-        in_bytes=in_bytes,
+        weight_format=weight_format,
     )
 
 

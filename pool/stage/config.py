@@ -186,10 +186,10 @@ class WorkerConfig(TlsConfig):
     numerics: Literal["exact", "fast"] = Field(
         default="exact", description="exact: the same bits in every topology"
     )
-    weights: Literal["model", "int8"] = Field(
+    weights: Literal["model", "int8", "int4"] = Field(
         default="model",
-        description="model: the model's type; int8: projection matrices in eight bits, "
-        "multiplied by eight-bit activations (device cpu)",
+        description="model: the model's type; int8, int4: projection matrices in eight or "
+        "four bits, multiplied by eight-bit activations (device cpu)",
     )
     adapters: Path | None = Field(
         default=None,

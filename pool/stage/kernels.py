@@ -5,7 +5,7 @@ Otherwise they would be compiled one by one while the pool waits for its first t
 
 import torch
 
-from engine.core.numerics import HOST
+from engine.core.numerics import HOST, WeightFormat
 from engine.kernels.host.aot.kernel_list import ModelNeeds, kernels_of
 from engine.kernels.host.aot.precompile import compile_ahead
 from engine.memory.layout import CacheKind
@@ -28,5 +28,5 @@ def _needs(config: WorkerConfig, plan: StagePlan, *, reads_prompts: bool) -> Mod
         attends_latent=CacheKind.LATENT in kinds,
         selects_keys=CacheKind.INDEX_KEY in kinds,
         has_states=CacheKind.STATE in kinds,
-        in_bytes=config.weights == "int8",
+        weight_format=WeightFormat(config.weights),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
-from engine.core.numerics import HOST
+from engine.core.numerics import HOST, WeightFormat
 from engine.memory.budget import describe_pools
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.pipeline.frame_parts import MAX_PART_BYTES
@@ -203,10 +203,12 @@ def _max_snapshots(config: WorkerConfig, caches: _PlannedCaches) -> int:
 
 def _read_whole(config: WorkerConfig) -> ModelDescription:
     """Describe the whole model; raise ConfigError if the device or the ranks cannot run it."""
-    in_bytes = config.weights == "int8"
-    if in_bytes and config.device != HOST.type:
-        raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
-    whole = read_model(config.model, in_bytes=in_bytes)
+    weight_format = WeightFormat(config.weights)
+    if weight_format.is_coded and config.device != HOST.type:
+        raise ConfigError(
+            f"weights {weight_format} are for device cpu, not {config.device}", field="weights"
+        )
+    whole = read_model(config.model, weight_format=weight_format)
     _check_experts(config, whole)
     return whole if config.adapters is None else _with_adapters(config, config.adapters, whole)
 

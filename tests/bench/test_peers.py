@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from bench import engine_sides, peer_files
 from bench.peers import LlamaSide, PeerCase, measure
-from models.blocks.weights import RandomWeights
+from models.blocks.random_weights import RandomWeights
 
 LLAMA_BENCH = """#!/bin/sh
 echo "$@" >>"$0.calls"

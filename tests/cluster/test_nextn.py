@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.numerics import WeightFormat
 from tests.support.cluster.clusters import running_cluster
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -39,7 +40,9 @@ async def test_a_nextn_draft_changes_nothing(checkpoint: Path) -> None:
         "--weights",
         "int8",
     )
-    expected = on_the_wire(Reference(checkpoint, in_bytes=True).answers(QUESTIONS))
+    expected = on_the_wire(
+        Reference(checkpoint, weight_format=WeightFormat.INT8).answers(QUESTIONS)
+    )
     async with running_cluster(
         checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags
     ) as running:

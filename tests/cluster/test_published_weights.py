@@ -15,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from baton.values import ChatMessage, Query, Sampling, Stop
 from bench.quality import compare, subjects_of
+from engine.core.numerics import WeightFormat
 from engine.core.request import Request, SamplingParams
 from runtime.gguf.convert import convert
 from tests.support.cluster.clusters import running_cluster
@@ -70,7 +71,7 @@ async def test_it_answers_right_and_with_the_same_bits(
 ) -> None:
     """In the second turn the first one is cached, and suffixes of it are drafted."""
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-    reference = Reference(smollm2, in_bytes=weights == "int8")
+    reference = Reference(smollm2, weight_format=WeightFormat(weights))
     async with running_cluster(
         smollm2,
         decode_pp=decode_pp,

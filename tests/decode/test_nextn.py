@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.assembly.cpu import CpuBackends
-from engine.core.numerics import Numerics
+from engine.core.numerics import Numerics, WeightFormat
 from engine.core.request import Request
 from engine.speculative.drafters.eagle import EagleDrafter
 from models.drafts.loader import read_draft
@@ -66,8 +66,12 @@ def references(folders: dict[str, Path]) -> dict[str, list[Answer]]:
     return {**found, "sharing": found["glm_moe_dsa"]}
 
 
-def nextn(folder: Path, shape: Shape, num_pages: int, *, in_bytes: bool = False) -> EagleDrafter:
-    model = read_draft(folder, read_model(folder, in_bytes=in_bytes)).load(numerics=Numerics.EXACT)
+def nextn(
+    folder: Path, shape: Shape, num_pages: int, *, weight_format: WeightFormat = WeightFormat.MODEL
+) -> EagleDrafter:
+    model = read_draft(folder, read_model(folder, weight_format=weight_format)).load(
+        numerics=Numerics.EXACT
+    )
     attention = CpuBackends(Numerics.EXACT).of_draft(
         model.attention_geometry(16), nan_pools(model, 16, num_pages)
     )
@@ -134,11 +138,11 @@ def test_weights_in_eight_bits_give_the_same_with_a_draft_in_eight_bits(
     folder = add_nextn(
         make_checkpoint(tmp_path, "glm_moe_dsa", dtype=torch.bfloat16), tmp_path / "drafting"
     )
-    description = read_model(folder, in_bytes=True)
+    description = read_model(folder, weight_format=WeightFormat.INT8)
     with local_pool(description) as pool:
         expected = shown(pool.generate(WANTED))
     speculation = Speculation(
-        lambda num_pages: nextn(folder, shape, num_pages, in_bytes=True),
+        lambda num_pages: nextn(folder, shape, num_pages, weight_format=WeightFormat.INT8),
         shape.nodes,
         frozenset({description.facts.num_layers - 1}),
     )

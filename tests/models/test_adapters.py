@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.core.layer_range import LayerRange
-from engine.core.numerics import Numerics
+from engine.core.numerics import Numerics, WeightFormat
 from engine.core.request import Request, SampledToken, SamplingParams
 from models.loader import ModelDescription
 from runtime.errors import ConfigError, InternalError
@@ -147,7 +147,7 @@ def test_stages_and_ranks_give_the_bits_of_one_process(
     num_stages: int, tp: int, weights: str, adapters: Path, checkpoint: CheckpointMaker
 ) -> None:
     model = checkpoint("llama", dtype=torch.bfloat16)
-    description = with_adapters(model, adapters, in_bytes=weights == "int8")
+    description = with_adapters(model, adapters, weight_format=WeightFormat(weights))
     names = ["all", "", "wide", "attention", "head"]
     expected = answers(description, names)
     assert answers(description, names, num_stages, tp) == expected

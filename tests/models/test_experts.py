@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from models.blocks.moe import InputRouting, MoeSpec, SigmoidRouting, SoftmaxRouting
-from models.blocks.weights import RandomWeights, Weights
+from models.blocks.random_weights import RandomWeights
+from models.blocks.weights import Weights
 from models.loader import random_model, read_model
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker

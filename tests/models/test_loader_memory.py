@@ -32,12 +32,17 @@ MATRICES = {
     "mlp.up_proj": (WIDTH, HIDDEN),
     "mlp.down_proj": (HIDDEN, WIDTH),
 }
+BITS = {
+    "model": 16,
+    "int8": 8,
+    "int4": 5,
+}  # of a weight; four bits and a scale and an offset for 32
 LAYER_BYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
 
 MEASURE = """
 import re, sys
 from pathlib import Path
-from engine.core.numerics import Numerics
+from engine.core.numerics import Numerics, WeightFormat
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.pipeline.ranks import StageRanks
 from engine.kernels.host.linear.packed_linear import PackedWeight
@@ -48,10 +53,10 @@ import torch
 def memory_kib(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-for in_bytes in (False, True):
-    PackedWeight(torch.ones(1, 1).bfloat16(), None, Team(), in_bytes=in_bytes)  # what kernels need themselves
+for weight_format in WeightFormat:
+    PackedWeight(torch.ones(1, 1).bfloat16(), None, Team(), weight_format=weight_format)  # what kernels need themselves
 own = TensorRank(0, int(sys.argv[2]))
-model = read_model(Path(sys.argv[1]), in_bytes=sys.argv[3] == "int8").of_rank(own)
+model = read_model(Path(sys.argv[1]), weight_format=WeightFormat(sys.argv[3])).of_rank(own)
 before = memory_kib("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 stage = model.load_stage(LayerRange(6, 10), numerics=Numerics.EXACT, ranks=StageRanks(own) if own.size > 1 else None)
@@ -115,13 +120,14 @@ def write_sparse_checkpoint(folder: Path, *, is_quantized: bool) -> int:
         (False, 1, "model"),
         (False, 4, "model"),
         (False, 1, "int8"),
+        (False, 1, "int4"),
         pytest.param(True, 1, "model", marks=pytest.mark.long),
     ],
 )
 def test_peak_memory_of_a_middle_stage(
     tmp_path: Path, num_ranks: int, kept: str, *, is_quantized: bool
 ) -> None:
-    """Of all of it, of one of the ranks that share it, and in eight bits, of which scales take a
+    """Of all of it, of one of the ranks that share it, and as codes. In eight bits, scales take a
     hundredth more and the matrix that is being read, in the model's type, an eighth."""
     assert write_sparse_checkpoint(tmp_path, is_quantized=is_quantized) > (
         1e9 if is_quantized else 2e9
@@ -133,5 +139,5 @@ def test_peak_memory_of_a_middle_stage(
         check=True,
         timeout=280,
     )
-    share = 4 * LAYER_BYTES // num_ranks // (2 if kept == "int8" else 1)
-    assert share < int(measured.stdout) * 1024 < (1.3 if kept == "int8" else 1.2) * share
+    share = 4 * LAYER_BYTES // num_ranks * BITS[kept] / 16
+    assert share < int(measured.stdout) * 1024 < (1.2 if kept == "model" else 1.3) * share

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.integrations import mxfp4 as theirs
 
 from engine.core.layer_range import LayerRange
+from engine.core.numerics import WeightFormat
 from models import mxfp4
 from models.blocks.config import RawConfig
 from models.checkpoint import read_tensor
@@ -105,7 +106,7 @@ def test_a_model_is_the_one_its_weights_mean(both: tuple[Path, Path]) -> None:
 
 def test_eight_bits_are_near_the_model(both: tuple[Path, Path]) -> None:
     expected = StageDriver(read_model(both[0])).prefill({0: PROMPT})
-    found = StageDriver(read_model(both[0], in_bytes=True)).prefill({0: PROMPT})
+    found = StageDriver(read_model(both[0], weight_format=WeightFormat.INT8)).prefill({0: PROMPT})
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from engine.core.layer_range import LayerRange
-from engine.core.numerics import Numerics
+from engine.core.numerics import Numerics, WeightFormat
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedWeight
 from engine.kernels.host.linear.packing import SEGMENTS
@@ -167,7 +167,7 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
             *,
             num_segments: int = SEGMENTS,
             segment_terms: int | None = None,
-            in_bytes: bool = False,
+            weight_format: WeightFormat = WeightFormat.MODEL,
             row_scales: Tensor | None = None,
         ) -> None:
             super().__init__(
@@ -176,7 +176,7 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
                 team,
                 num_segments=num_segments,
                 segment_terms=segment_terms,
-                in_bytes=in_bytes,
+                weight_format=weight_format,
                 row_scales=row_scales,
             )
             if row_scales is not None:
@@ -186,7 +186,9 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
     folder = write_quantized(
         make_checkpoint(tmp_path, family, dtype=torch.bfloat16), tmp_path / "model", layout
     )
-    found = StageDriver(read_model(folder, in_bytes=True), cuts=(1, 3)).prefill({0: PROMPT})
+    found = StageDriver(read_model(folder, weight_format=WeightFormat.INT8), cuts=(1, 3)).prefill(
+        {0: PROMPT}
+    )
     stored = [
         tensor.float().flatten()
         for name, tensor in load_file(folder / "model.safetensors").items()

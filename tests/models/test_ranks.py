@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
-from engine.core.numerics import Numerics
+from engine.core.numerics import Numerics, WeightFormat
 from engine.core.request import Request, SampledToken, SamplingParams
 from engine.pipeline.ranks import StageRanks
 from models.blocks import linear
 from models.blocks.moe import MoeSpec, SoftmaxRouting
+from models.blocks.random_weights import RandomWeights
 from models.blocks.spec import FeedForward
-from models.blocks.weights import RandomWeights, Weights
+from models.blocks.weights import Weights
 from models.loader import ModelDescription, read_model
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
@@ -85,41 +86,49 @@ def test_ranks_and_stages_give_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("config", "num_stages", "tp", "dp"),
+    ("config", "weight_format", "num_stages", "tp", "dp"),
     [
-        (models.HYBRID_MOE, 2, 2, 1),
-        (models.GLM_DSA, 1, 4, 2),
-        (models.QWEN3_NEXT, 1, 2, 1),
-        (models.KIMI_LINEAR, 1, 2, 2),
-        (models.GPT_OSS, 2, 2, 1),
+        (models.HYBRID_MOE, WeightFormat.INT8, 2, 2, 1),
+        (models.HYBRID_MOE, WeightFormat.INT4, 2, 4, 1),
+        (models.GLM_DSA, WeightFormat.INT8, 1, 4, 2),
+        (models.GLM_DSA, WeightFormat.INT4, 1, 4, 2),
+        (models.QWEN3_NEXT, WeightFormat.INT8, 1, 2, 1),
+        (models.KIMI_LINEAR, WeightFormat.INT8, 1, 2, 2),
+        (models.KIMI_LINEAR, WeightFormat.INT4, 2, 2, 1),
+        (models.GPT_OSS, WeightFormat.INT8, 2, 2, 1),
     ],
-    ids=["hybrid-moe", "glm-dsa", "qwen3-next", "kimi-linear", "gpt-oss"],
 )
-def test_so_do_weights_in_eight_bits(
-    config: dict[str, object], num_stages: int, tp: int, dp: int
+def test_so_do_coded_weights(
+    config: dict[str, object], weight_format: WeightFormat, num_stages: int, tp: int, dp: int
 ) -> None:
     whole = tiny(config, "bfloat16")
-    description = replace(whole, in_bytes=True)
+    description = replace(whole, weight_format=weight_format)
     found = answers(description, num_stages, tp, dp)
     assert found == answers(description, 1, 1)
     assert found != answers(whole, 1, 1), "logprobs are not those of whole weights"
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "dtype"),
+    ("family", "layout", "dtype", "weight_format"),
     [
-        ("deepseek_v32", "fp8 blocks", torch.float32),
-        ("llama", "gptq reordered", torch.float32),
-        ("qwen3_5_text", "int8 channels", torch.bfloat16),
+        ("deepseek_v32", "fp8 blocks", torch.float32, WeightFormat.MODEL),
+        ("llama", "gptq reordered", torch.float32, WeightFormat.MODEL),
+        ("llama", "gptq reordered", torch.float32, WeightFormat.INT4),
+        ("qwen3_5_text", "int8 channels", torch.bfloat16, WeightFormat.INT8),
     ],
 )
 def test_so_do_ranks_of_quantized_weights(
-    checkpoint: CheckpointMaker, tmp_path: Path, family: str, layout: str, dtype: torch.dtype
+    checkpoint: CheckpointMaker,
+    tmp_path: Path,
+    family: str,
+    layout: str,
+    dtype: torch.dtype,
+    weight_format: WeightFormat,
 ) -> None:
     """Blocks and groups of columns that go across the ranks' parts of a weight, and scales that
     eight bits keep."""
     folder = write_quantized(checkpoint(family, dtype=dtype), tmp_path / "model", layout)
-    description = read_model(folder, in_bytes=layout == "int8 channels")
+    description = read_model(folder, weight_format=weight_format)
     assert answers(description, 1, 2) == answers(description, 1, 1)
 
 

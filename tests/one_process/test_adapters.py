@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.client import AsyncBatonClient
+from engine.core.numerics import WeightFormat
 from runtime.errors import UnknownModelError
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
@@ -61,7 +62,9 @@ async def test_every_layout_gives_the_bits_of_one_process(
 ) -> None:
     model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     adapters = write_adapters(tmp_path / "adapters", model)
-    reference = Reference(model, in_bytes=settings.get("weights") == "int8", adapters=adapters)
+    reference = Reference(
+        model, weight_format=WeightFormat(settings.get("weights", "model")), adapters=adapters
+    )
     expected = on_the_wire(reference.answers(QUESTIONS))
     if settings.get("draft") == "eagle":
         settings = {**settings, "draft": save_draft(tmp_path / "eagle3", layers=(0, 1, 3))}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.numerics import WeightFormat
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -43,21 +44,32 @@ async def test_a_quantized_model_is_served_like_its_dequantized_one(
         assert [shown(completion) for completion in completions] == expected
 
 
-@pytest.mark.parametrize(("family", "prefill"), [("qwen3_5_moe_text", (2, 1)), ("llama4", (1, 2))])
-async def test_weights_in_eight_bits_are_served_like_in_one_process(
-    tmp_path: Path, family: str, prefill: tuple[int, int]
+@pytest.mark.parametrize(
+    ("family", "prefill", "weights"),
+    [
+        ("qwen3_5_moe_text", (2, 1), "int8"),
+        ("llama4", (1, 2), "int4"),
+        pytest.param("llama4", (1, 2), "int8", marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe_text", (2, 1), "int4", marks=pytest.mark.long),
+        pytest.param("deepseek_v32", (2, 2), "int4", marks=pytest.mark.long),
+    ],
+)
+async def test_coded_weights_are_served_like_in_one_process(
+    tmp_path: Path, family: str, prefill: tuple[int, int], weights: str
 ) -> None:
     """By prefill's (stages, ranks of each); asked twice, and the second time found in the
     caches."""
     checkpoint = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
-    expected = on_the_wire(Reference(checkpoint, in_bytes=True).answers(QUESTIONS))
+    expected = on_the_wire(
+        Reference(checkpoint, weight_format=WeightFormat(weights)).answers(QUESTIONS)
+    )
     async with cluster_in_process(
         checkpoint,
         prefill_pp=prefill[0],
         prefill_tp=prefill[1],
         decode_pp=3,
         decode_tp=2,
-        weights="int8",
+        weights=weights,
     ) as client:
         for _ in range(2):
             completions = await asyncio.gather(

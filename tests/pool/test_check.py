@@ -101,24 +101,28 @@ def test_a_quantized_model_and_its_draft(tmp_path: Path) -> None:
     assert (last[3], alone[3]) == ("MiB", "KiB"), "with the draft's weights"
 
 
-def test_eight_bits_a_weight(tmp_path: Path) -> None:
-    """Of a matrix a byte for each and 32 for each row; of the embedding, which is also the head,
-    both forms."""
+@pytest.mark.parametrize(("weights", "group_bytes"), [("int8", 0), ("int4", 20)])
+def test_coded_weights(tmp_path: Path, weights: str, group_bytes: int) -> None:
+    """Of a matrix in eight bits a byte for each weight and 32 for each row, in four bits 20 for
+    each 32 of an eighth; of the embedding, which is also the head, its own form and eight bits."""
     model = make_checkpoint(tmp_path, "llama_tied_bias")
-    weights = [line[2] for line in lines_of(model, memory_mb=64, weights="int8")[2:-1]]
+    shown = [line[2] for line in lines_of(model, memory_mb=64, weights=weights)[2:-1]]
     kept = 0
     for name, tensor in load_file(model / "model.safetensors").items():
+        is_head = name == "model.embed_tokens.weight"
         coded = tensor.numel() + 32 * len(tensor)
+        if group_bytes and not is_head and tensor.dim() > 1:
+            coded = len(tensor) * 8 * -(-tensor.shape[1] // (8 * 32)) * group_bytes
         kept += tensor.nbytes if tensor.dim() == 1 else coded
-        kept += tensor.nbytes if name == "model.embed_tokens.weight" else 0
-    assert weights == [f"{kept / 1024:.1f}"]
-    with pytest.raises(ConfigError, match="weights int8 are for device cpu, not cuda"):
-        lines_of(model, memory_mb=64, weights="int8", device="cuda")
+        kept += tensor.nbytes if is_head else 0
+    assert shown == [f"{kept / 1024:.1f}"]
+    with pytest.raises(ConfigError, match=f"weights {weights} are for device cpu, not cuda"):
+        lines_of(model, memory_mb=64, weights=weights, device="cuda")
     with pytest.raises(
-        ConfigError, match="there are no products in eight bits for models in float16"
+        ConfigError, match=f"weights {weights}: there are no such products for models in float16"
     ):
         lines_of(
-            make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights="int8"
+            make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights=weights
         )
 
 

@@ -10,7 +10,8 @@ from numba import float32, int64, njit, void
 from torch import Tensor
 
 from engine.kernels.host.codegen import functions
-from engine.kernels.host.codegen.dot import Form, dot_block, has_pair_products
+from engine.kernels.host.codegen.dot import Form, dot_block
+from engine.kernels.host.codegen.vectors import has_pair_products
 
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 

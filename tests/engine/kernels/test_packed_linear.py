@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.core.layer_range import eighth
 from engine.kernels.host.codegen.amx import has_tiles
 from engine.kernels.host.codegen.compiled import Team
-from engine.kernels.host.codegen.dot import has_pair_products
 from engine.kernels.host.codegen.sum_tree import earlier_sums
+from engine.kernels.host.codegen.vectors import has_pair_products
 from engine.kernels.host.linear.packed_linear import PackedWeight, arithmetic_class
 from engine.kernels.host.linear.packing import Segments, arranged, pack
 from engine.kernels.host.tokens.row_ops import apart, rows_apart

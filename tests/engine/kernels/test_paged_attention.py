@@ -17,7 +17,7 @@ from engine.kernels.host.attention.paged_attention import attend_in_place
 from engine.kernels.host.attention.small_batch import heads_of_item, most_rows
 from engine.kernels.host.codegen.amx import has_tiles
 from engine.kernels.host.codegen.compiled import Team
-from engine.kernels.host.codegen.dot import has_pair_products
+from engine.kernels.host.codegen.vectors import has_pair_products
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError
 
@@ -34,7 +34,7 @@ AT_THE_SAME_TIME = """
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from engine.kernels.host.codegen.compiled import Team
-from engine.kernels.host.codegen.dot import has_pair_products
+from engine.kernels.host.codegen.vectors import (has_pair_products)
 from engine.kernels.host.attention.paged_attention import attend_in_place
 from tests.engine.kernels.test_paged_attention import random_tensor, rows_of
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from numba.core.caching import FunctionCache
 
+from engine.core.numerics import WeightFormat
 from engine.kernels.host.aot import precompile
 from engine.kernels.host.aot.kernel_list import Kernel, ModelNeeds, kernels, kernels_of
 from engine.kernels.host.aot.precompile import compile_ahead
@@ -269,10 +270,22 @@ def test_a_helper_compiles_the_requested_kernels(tmp_path: Path) -> None:
 
 def test_those_of_a_model_are_among_all() -> None:
     every = list(kernels())
-    for dtype, flags in itertools.product(
-        (torch.bfloat16, torch.float32), itertools.product((False, True), repeat=6)
+    for dtype, weight_format, flags in itertools.product(
+        (torch.bfloat16, torch.float32),
+        WeightFormat,
+        itertools.product((False, True), repeat=5),
     ):
-        assert all(kernel in every for kernel in kernels_of(ModelNeeds(dtype, *flags)))
+        reads, attends, latent, selects, recurs = flags
+        needs = ModelNeeds(
+            dtype,
+            reads_prompts=reads,
+            attends=attends,
+            attends_latent=latent,
+            selects_keys=selects,
+            has_states=recurs,
+            weight_format=weight_format,
+        )
+        assert all(kernel in every for kernel in kernels_of(needs))
     assert not list(kernels_of(ModelNeeds(torch.float16, reads_prompts=True, attends=True)))
 
 

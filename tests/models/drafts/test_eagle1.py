@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.core.numerics import Numerics
-from models.blocks.weights import RandomWeights
+from models.blocks.random_weights import RandomWeights
 from models.drafts.loader import DraftDescription, read_draft
 from tests.support.drafts.drafters import chain_behind
 from tests.support.models.tiny_models import HIDDEN_SIZE as HIDDEN

@@ -17,7 +17,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
-from models.blocks.weights import RandomWeights
+from models.blocks.random_weights import RandomWeights
 from models.drafts.loader import random_draft, read_draft
 from runtime.errors import ConfigError
 from tests.support.drafts.drafters import chain_behind

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.numerics import WeightFormat
 from engine.core.request import Request
 from models.adapters import read_adapters
 from models.loader import read_model
@@ -23,10 +24,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Reference:
     """Output of one process without any handoff, one request at a time."""
 
-    def __init__(self, path: Path, *, in_bytes: bool = False, adapters: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        weight_format: WeightFormat = WeightFormat.MODEL,
+        adapters: Path | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         self._description = replace(
-            read_model(path, in_bytes=in_bytes),
+            read_model(path, weight_format=weight_format),
             adapters=() if adapters is None else read_adapters(adapters),
         )
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.blocks.weights import RandomWeights
+from models.blocks.random_weights import RandomWeights
 from tests.support.drafts.tree_oracle import Cached, TreeOracle
 from tests.support.models.tiny_models import HIDDEN_SIZE as HIDDEN
 from tests.support.models.tiny_models import VOCAB_SIZE as VOCAB

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from engine.core.numerics import WeightFormat
 from models.adapters import read_adapters
 from models.loader import ModelDescription, read_model
 from tests.support.models.checkpoints import oracle
@@ -51,6 +52,8 @@ def adapted_oracle(model: Path, adapter: Path) -> PeftModel:
     return found
 
 
-def with_adapters(model: Path, folder: Path, *, in_bytes: bool = False) -> ModelDescription:
+def with_adapters(
+    model: Path, folder: Path, *, weight_format: WeightFormat = WeightFormat.MODEL
+) -> ModelDescription:
     """Describe the checkpoint with the adapters in `folder`."""
-    return replace(read_model(model, in_bytes=in_bytes), adapters=read_adapters(folder))
+    return replace(read_model(model, weight_format=weight_format), adapters=read_adapters(folder))

@@ -6,12 +6,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.core.numerics import WeightFormat
 from engine.kernels.host.attention import mla, paged_attention, sparse_index
 from engine.kernels.host.attention.small_batch import CHANNELS, most_rows
 from engine.kernels.host.codegen import program
 from engine.kernels.host.codegen.amx import has_tiles
 from engine.kernels.host.codegen.compiled import STORED_AS, has_kernels
-from engine.kernels.host.linear import int8, low_rank, packed_linear_kernel, packing
+from engine.kernels.host.linear import (
+    int4,
+    int4_weights,
+    int8,
+    low_rank,
+    packed_linear_kernel,
+    packing,
+)
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
 from engine.kernels.host.tokens import kv_writes, norm_rope, row_ops, sampling
 
@@ -35,7 +43,7 @@ class ModelNeeds:
 
     Attributes:
         reads_prompts: the model processes several tokens of a request at a time.
-        in_bytes: weights are stored in eight bits.
+        weight_format: the format of projections.
     """
 
     dtype: torch.dtype
@@ -44,15 +52,15 @@ class ModelNeeds:
     attends_latent: bool = False
     selects_keys: bool = False
     has_states: bool = False
-    in_bytes: bool = False
+    weight_format: WeightFormat = WeightFormat.MODEL
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield all kernels for all dtypes, the slowest to compile first."""
     for dtype in STORED_AS:
         yield from _attention(dtype)
-    for dtype, in_bytes in itertools.product(STORED_AS, (False, True)):
-        yield Kernel(packed_linear_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
+    for dtype, weight_format in itertools.product(STORED_AS, WeightFormat):
+        yield _product(dtype, weight_format)
     for dtype, of_one_type in itertools.product(
         STORED_AS,
         (
@@ -62,6 +70,8 @@ def kernels() -> Iterator[Kernel]:
             causal_conv.compiled_for,
             causal_conv.trees_for,
             int8.compiled_for,
+            int4.compiled_for,
+            int4_weights.blocks_for,
             norm_rope.rotation_for,
             norm_rope.tables_for,
             kv_writes.writes_for,
@@ -101,10 +111,11 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         return
     samples = not needs.reads_prompts
     recurs = needs.has_states
+    formats = dict.fromkeys((needs.weight_format, needs.weight_format.of_head))
     called: tuple[tuple[bool, Kernel], ...] = (
         *((needs.attends, kernel) for kernel in _attention(dtype)),
         (recurs and needs.reads_prompts, Kernel(delta_rule.chunks_for, (dtype,))),
-        (True, Kernel(packed_linear_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})),
+        *((True, _product(dtype, each)) for each in formats),
         (needs.attends_latent, Kernel(mla.compiled_for, (dtype, dtype))),
         (recurs and samples, Kernel(delta_rule.steps_for, (dtype,))),
         (recurs, Kernel(causal_conv.compiled_for, (dtype,))),
@@ -121,9 +132,17 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
             (samples, Kernel(kernel, (dtype,)))
             for kernel in (row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for)
         ),
-        (needs.in_bytes, Kernel(int8.compiled_for, (dtype,))),
+        (WeightFormat.INT8 in formats, Kernel(int8.compiled_for, (dtype,))),
+        *(
+            (WeightFormat.INT4 in formats, Kernel(kernel, (dtype,)))
+            for kernel in (int4.compiled_for, int4_weights.blocks_for)
+        ),
     )
     yield from (kernel for is_called, kernel in called if is_called)
+
+
+def _product(dtype: torch.dtype, weight_format: WeightFormat) -> Kernel:
+    return Kernel(packed_linear_kernel.compiled_for, (dtype,), {"weight_format": weight_format})
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Kernel]:

@@ -6,8 +6,8 @@ from numba import carray, njit
 from engine.kernels.host.attention.kv_blocks import behind_keys, fetch_keys, fill_keys, first_seen
 from engine.kernels.host.attention.workspace import CHUNK_ROWS
 from engine.kernels.host.codegen.compiled import STRICT_PART, number_of, pointer_to
-from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES
+from engine.kernels.host.codegen.vectors import LANES
 
 
 @njit(**STRICT_PART)

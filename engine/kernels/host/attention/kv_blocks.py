@@ -10,10 +10,10 @@ from numba import carray, njit
 
 from engine.kernels.host.codegen.amx import tile_block
 from engine.kernels.host.codegen.compiled import STRICT_PART, pointer_to
-from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.lane_shuffles import put_in_pairs, turn, turn_and_fetch
 from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, SCORE_ROW, VECTOR_BYTES
 from engine.kernels.host.codegen.strided_loops import fetch_line, integers
+from engine.kernels.host.codegen.vectors import LANES
 
 
 @njit(**STRICT_PART)

@@ -10,13 +10,14 @@ from numba import njit
 
 from engine.kernels.host.codegen.amx import STEPS, TILE_ROWS, lay_out_tiles, take_tiles, tile_block
 from engine.kernels.host.codegen.compiled import STRICT_PART
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, dot_block
+from engine.kernels.host.codegen.dot import dot_block
 from engine.kernels.host.codegen.softmax_blocks import (
     BLOCK_KEYS,
     SCORE_ROW,
     STATE_BYTES,
     soften_for,
 )
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES
 
 _WIDTH = 4  # blocks whose sums stay in registers
 

@@ -24,7 +24,6 @@ from engine.kernels.host.attention.kv_blocks import behind_keys, pair_values_at,
 from engine.kernels.host.attention.row_tiling import shape_tiles
 from engine.kernels.host.codegen.amx import STEPS, TILE_ROWS, tile_block
 from engine.kernels.host.codegen.compiled import STRICT_PART
-from engine.kernels.host.codegen.dot import LANES, add_pairs, has_pair_products, in_all_lanes
 from engine.kernels.host.codegen.lane_shuffles import (
     mixed_halves,
     mixed_quarters,
@@ -33,6 +32,7 @@ from engine.kernels.host.codegen.lane_shuffles import (
 )
 from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, SCORE_ROW, VECTOR_BYTES
 from engine.kernels.host.codegen.strided_loops import counted, integers, write_fetch
+from engine.kernels.host.codegen.vectors import LANES, add_pairs, has_pair_products, in_all_lanes
 
 _FEW_ROWS = 8  # rows of a tile at most, without the matrix unit
 CHANNELS = 2 * LANES  # channels of one vector of bf16; the head dimension must be a multiple

@@ -15,9 +15,9 @@ from engine.kernels.host.codegen.compiled import (
     rounded,
     take_seat,
 )
-from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.lane_shuffles import turn
 from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, STATE_BYTES, VECTOR_BYTES
+from engine.kernels.host.codegen.vectors import LANES
 
 _STATE_FLOATS = STATE_BYTES // 4
 

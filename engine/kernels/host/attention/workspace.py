@@ -8,7 +8,6 @@ from numba import carray, njit
 
 from engine.kernels.host.codegen.amx import LAYOUT_BYTES, MAX_ROWS
 from engine.kernels.host.codegen.compiled import STRICT_PART, pointer_to
-from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.softmax_blocks import (
     BLOCK_KEYS,
     SCORE_ROW,
@@ -16,6 +15,7 @@ from engine.kernels.host.codegen.softmax_blocks import (
     VECTOR_BYTES,
 )
 from engine.kernels.host.codegen.strided_loops import clear
+from engine.kernels.host.codegen.vectors import LANES
 
 # Rows of a tile that go through both products of a block before the next rows.
 CHUNK_ROWS = MAX_ROWS

@@ -24,8 +24,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.host.codegen.compiled import STRICT_PART, pointer_to
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, cpu_features
 from engine.kernels.host.codegen.strided_loops import LINE_BYTES, write_fetch
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, cpu_features
 
 TILE_ROWS = 16
 TILE_BYTES = 1024

@@ -18,78 +18,40 @@ from functools import cache
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from engine.kernels.host.codegen import nibbles
 from engine.kernels.host.codegen.strided_loops import Routine
+from engine.kernels.host.codegen.vectors import (
+    BLOCK_STEP_BYTES,
+    FLOATS,
+    I8,
+    I32,
+    INTEGERS,
+    LANES,
+    PAIRS,
+    add_bytes,
+    add_pairs,
+    has_pair_products,
+    in_all_lanes,
+)
 
-LANES = 16  # columns of a block
-BLOCK_STEP_BYTES = 64  # bytes of a block that one step reads: 16 columns x 2 bf16 or 1 fp32
-
-_I8 = ir.IntType(8)
-_I16 = ir.IntType(16)
-_I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _F32 = ir.FloatType()
-_FLOATS = ir.VectorType(_F32, LANES)
-_INTEGERS = ir.VectorType(_I32, LANES)
 
 
 class Form(StrEnum):
     """The dtypes of a product.
 
-    The `steps` of a loop are 32-bit words of w: one fp32 term, two bf16 terms, or four bytes.
+    The `steps` of a loop are 32-bit words of w (one fp32 term, two bf16 terms, or four bytes), or
+    groups of 32 terms.
     """
 
     BF16 = "bf16"  # x bf16, w bf16 pairs
     MIXED = "mixed"  # x fp32, w bf16 pairs, widened
     FP32 = "fp32"  # both fp32
     BYTES = "bytes"  # x int8, w uint8, four terms per step, sums int32
-
-
-class _BFloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite does not provide."""
-
-    null = "0.0"
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-BFLOAT = _BFloat()
-_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
-
-
-def has_pair_products() -> bool:
-    """Return whether kernels multiply bf16 pairs.
-
-    This needs AVX512-BF16 (Zen 4, Cooper Lake, Sapphire Rapids and later).
-    """
-    return "+avx512bf16" in cpu_features()
-
-
-def has_wide_vectors() -> bool:
-    """Return whether a block is one vector of the CPU (AVX-512, which has 32 registers)."""
-    return "+avx512f" in cpu_features()
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """Return the features that numba compiles for.
-
-    They are those of this CPU, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES are set.
-    """
-    _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
-    return frozenset(features.split(","))
+    NIBBLES = "nibbles"  # groups of x and w with their scales (`nibbles.py`)
 
 
 @cache
@@ -183,7 +145,7 @@ class _Loop:
         self._rows, self._blocks, self._form = range(rows), range(blocks), form
         self._adds = adds
         self._widened = widened
-        self._sums = _INTEGERS if form is Form.BYTES else _FLOATS
+        self._sums = INTEGERS if form is Form.BYTES else FLOATS
 
     def build(self) -> None:
         b = self._b
@@ -198,16 +160,17 @@ class _Loop:
         sums = [[self._phi(value, entry) for value in row] for row in first]
         after_sums = self._step(k, sums)
         after = b.add(k, _I64(1))
-        k.add_incoming(after, loop)
+        end = b.block  # a group has blocks of its own
+        k.add_incoming(after, end)
         for row, after_row in zip(sums, after_sums, strict=True):
             for phi, value in zip(row, after_row, strict=True):
-                phi.add_incoming(value, loop)
+                phi.add_incoming(value, end)
         b.cbranch(b.icmp_signed("<", after, self._steps), loop, done)
         b.position_at_end(done)
         results = [[self._phi(value, entry) for value in row] for row in first]
         for m in self._rows:
             for n in self._blocks:
-                results[m][n].add_incoming(after_sums[m][n], loop)
+                results[m][n].add_incoming(after_sums[m][n], end)
         if self._earlier is not None:
             results = self._joined(results)
         for m in self._rows:
@@ -243,6 +206,8 @@ class _Loop:
 
     def _step(self, k, sums):
         """Return the sums after one more step."""
+        if self._form is Form.NIBBLES:
+            return self._group(k, sums)
         weights = [self._weights(k, n) for n in self._blocks]
         results = []
         for m in self._rows:
@@ -252,26 +217,50 @@ class _Loop:
             results.append(row)
         return results
 
+    def _group(self, k, sums):
+        """Return the sums after one more group."""
+        b = self._b
+        rows = [
+            b.add(
+                b.add(self._x, b.mul(self._x_row, _I64(m))), b.mul(k, _I64(nibbles.ROW_GROUP_BYTES))
+            )
+            for m in self._rows
+        ]
+        columns = []
+        for n in self._blocks:
+            block = b.add(self._w, b.mul(self._w_block, _I64(n)))
+            for line in range(0, nibbles.GROUP_BYTES, BLOCK_STEP_BYTES):
+                self._fetch(b.add(block, _I64(line)), k)
+            group = b.add(block, b.mul(k, _I64(nibbles.GROUP_BYTES)))
+            columns.append(nibbles.add_group(b, group, rows, [row[n] for row in sums]))
+        return list(zip(*columns, strict=True))
+
+    def _fetch(self, block, k):
+        """Prefetch the weights that follow those of step k at the set distance."""
+        if self._ahead is None:
+            return
+        b = self._b
+        fetch = cgutils.get_or_insert_function(
+            b.module,
+            ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32]),
+            "llvm.prefetch.p0",
+        )
+        distance, step = self._ahead
+        ahead = b.inttoptr(b.add(b.add(block, distance), b.mul(k, step)), I8.as_pointer())
+        b.call(fetch, [ahead, I32(0), I32(3), I32(1)])
+
     def _weights(self, k, n):
         """Return block n's vectors of this step, in the order in which they are added."""
         b = self._b
         block = b.add(self._w, b.mul(self._w_block, _I64(n)))
         address = b.add(block, b.mul(k, _I64(BLOCK_STEP_BYTES)))
-        if self._ahead is not None:
-            fetch = cgutils.get_or_insert_function(
-                b.module,
-                ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
-                "llvm.prefetch.p0",
-            )
-            distance, step = self._ahead
-            ahead = b.inttoptr(b.add(b.add(block, distance), b.mul(k, step)), _I8.as_pointer())
-            b.call(fetch, [ahead, _I32(0), _I32(3), _I32(1)])
+        self._fetch(block, k)
         if self._form is Form.FP32:
-            return [b.load(b.inttoptr(address, _FLOATS.as_pointer()), align=4)]
-        words = b.load(b.inttoptr(address, _INTEGERS.as_pointer()), align=4)
+            return [b.load(b.inttoptr(address, FLOATS.as_pointer()), align=4)]
+        words = b.load(b.inttoptr(address, INTEGERS.as_pointer()), align=4)
         if self._form is Form.BYTES:
             return [words]
-        return self._halves(words) if self._widens() else [b.bitcast(words, _PAIRS)]
+        return self._halves(words) if self._widens() else [b.bitcast(words, PAIRS)]
 
     def _values(self, k, m):
         """Return row m's values of this step, each in all lanes, in the order of `_weights`."""
@@ -282,20 +271,20 @@ class _Loop:
         if self._form is Form.MIXED:
             pair = b.add(row, b.mul(k, _I64(8)))
             return [self._splat(self._load(b.add(pair, _I64(4 * place)), _F32)) for place in (1, 0)]
-        word = self._splat(self._load(b.add(row, b.mul(k, _I64(4))), _I32))
+        word = self._splat(self._load(b.add(row, b.mul(k, _I64(4))), I32))
         if self._form is Form.BYTES:
             return [word]
-        return self._halves(word) if self._widened else [b.bitcast(word, _PAIRS)]
+        return self._halves(word) if self._widened else [b.bitcast(word, PAIRS)]
 
     def _add(self, total, weights, values):
         b = self._b
         if self._form is Form.BYTES:
-            return _add_bytes(b, total, weights, values)
+            return add_bytes(b, total, weights, values)
         if self._widens() or self._form is Form.FP32:
             name = "llvm.fma.v16f32"
-            operand = _FLOATS
+            operand = FLOATS
             fma = cgutils.get_or_insert_function(
-                b.module, ir.FunctionType(_FLOATS, [operand] * 3), name
+                b.module, ir.FunctionType(FLOATS, [operand] * 3), name
             )
             return b.call(fma, [weights, values, total])
         return add_pairs(b, total, weights, values)
@@ -306,9 +295,9 @@ class _Loop:
     def _halves(self, pairs):
         """Return the second and the first bf16 of each lane as fp32."""
         b = self._b
-        even = b.shl(pairs, ir.Constant(_INTEGERS, [16] * LANES))
-        odd = b.and_(pairs, ir.Constant(_INTEGERS, [-65536] * LANES))
-        return [b.bitcast(half, _FLOATS) for half in (odd, even)]
+        even = b.shl(pairs, ir.Constant(INTEGERS, [16] * LANES))
+        odd = b.and_(pairs, ir.Constant(INTEGERS, [-65536] * LANES))
+        return [b.bitcast(half, FLOATS) for half in (odd, even)]
 
     def _load(self, address, kind):
         return self._b.load(self._b.inttoptr(address, kind.as_pointer()), align=2)
@@ -330,46 +319,3 @@ class _Loop:
         b = self._b
         offset = b.add(b.mul(self._y_row, _I64(m)), _I64(n * BLOCK_STEP_BYTES))
         return b.inttoptr(b.add(self._y if y is None else y, offset), self._sums.as_pointer())
-
-
-def add_pairs(b, total, weights, values):
-    """Add the products of two pairs of bf16 to the sum in each lane.
-
-    The pairs are vectors of any type of 64 bytes.
-    """
-    dot = cgutils.get_or_insert_function(
-        b.module,
-        ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
-        "llvm.x86.avx512bf16.dpbf16ps.512",
-    )
-    return b.call(dot, [total, b.bitcast(weights, _PAIRS), b.bitcast(values, _PAIRS)])
-
-
-def in_all_lanes(b, value):
-    """Return a vector with the value in all columns of a block."""
-    vector = ir.VectorType(value.type, LANES)
-    nothing = ir.Constant(vector, ir.Undefined)
-    return b.shuffle_vector(
-        b.insert_element(nothing, value, _I32(0)), nothing, ir.Constant(_INTEGERS, [0] * LANES)
-    )
-
-
-def _add_bytes(b, total, weights, values):
-    """Add four unsigned bytes times four signed bytes to the sum in each lane."""
-    if {"+avx512vnni", "+avx512f"} <= cpu_features():
-        kind = ir.VectorType(_I8, 4 * LANES)
-        dot = cgutils.get_or_insert_function(
-            b.module,
-            ir.FunctionType(_INTEGERS, [_INTEGERS, kind, kind]),
-            "llvm.x86.avx512.vpdpbusd.512",
-        )
-        return b.call(dot, [total, b.bitcast(weights, kind), b.bitcast(values, kind)])
-    for place in range(4):
-        weight = b.and_(b.lshr(weights, _lanes(8 * place)), _lanes(255))
-        value = b.ashr(b.shl(values, _lanes(24 - 8 * place)), _lanes(24))
-        total = b.add(total, b.mul(weight, value))
-    return total
-
-
-def _lanes(number: int):
-    return ir.Constant(_INTEGERS, [number] * LANES)

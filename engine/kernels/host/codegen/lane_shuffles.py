@@ -4,8 +4,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.strided_loops import write_fetch
+from engine.kernels.host.codegen.vectors import LANES
 
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)

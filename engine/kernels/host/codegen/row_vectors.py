@@ -9,9 +9,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.host.codegen.dot import LANES, in_all_lanes
 from engine.kernels.host.codegen.softmax_blocks import constant, exp2_to_bf16, to_bf16
 from engine.kernels.host.codegen.strided_loops import Lines, counted
+from engine.kernels.host.codegen.vectors import LANES, in_all_lanes
 
 _I1 = ir.IntType(1)
 _I16 = ir.IntType(16)

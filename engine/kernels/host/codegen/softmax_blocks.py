@@ -12,14 +12,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.host.codegen.dot import (
+from engine.kernels.host.codegen.lane_shuffles import lane_indices, pointer_at
+from engine.kernels.host.codegen.vectors import (
     BFLOAT,
     LANES,
     cpu_features,
     has_pair_products,
     in_all_lanes,
 )
-from engine.kernels.host.codegen.lane_shuffles import lane_indices, pointer_at
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64

@@ -11,8 +11,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from engine.kernels.host.codegen.compiled import STRICT_PART
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.codegen.strided_loops import Lines, stride_by
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, LANES
 
 _UNROLLED = 4
 

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from engine.kernels.host.codegen import nibbles
 from engine.kernels.host.codegen.amx import (
     TILE_ROWS,
     TileLoop,
@@ -21,7 +22,8 @@ from engine.kernels.host.codegen.amx import (
     tile_call,
 )
 from engine.kernels.host.codegen.compiled import STRICT_PART
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, Form, write_rows
+from engine.kernels.host.codegen.dot import Form, write_rows
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, WORD_BYTES
 
 _I8 = ir.IntType(8)
 _I64 = ir.IntType(64)
@@ -29,7 +31,12 @@ _POINTER = _I8.as_pointer()
 # For bytes, whose sums are the same either way: tiles start and end slowly, and a segment of bytes
 # is short.
 _FEW_ROWS = 8
-_FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
+_FORMS = {
+    types.uint16: Form.BF16,
+    types.float32: Form.FP32,
+    types.int8: Form.BYTES,
+    types.uint8: Form.NIBBLES,
+}
 
 
 @cache
@@ -97,6 +104,27 @@ def joins_sums(typing, stored):
         )
 
     return types.boolean(stored), generate
+
+
+@intrinsic
+def weight_step_bytes(typing, stored):
+    """Return the bytes of a block that one step reads."""
+    return _constant_of(stored, nibbles.GROUP_BYTES, BLOCK_STEP_BYTES)
+
+
+@intrinsic
+def row_step_bytes(typing, stored):
+    """Return the bytes of a row of x that one step reads."""
+    return _constant_of(stored, nibbles.ROW_GROUP_BYTES, WORD_BYTES)
+
+
+def _constant_of(stored, of_nibbles: int, of_words: int):
+    """Return the intrinsic of a number that depends on the form."""
+
+    def generate(context, builder, signature, arguments):
+        return _I64(of_nibbles if _FORMS[stored.dtype] is Form.NIBBLES else of_words)
+
+    return types.int64(stored), generate
 
 
 @njit(**STRICT_PART)

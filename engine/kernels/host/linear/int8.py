@@ -44,17 +44,17 @@ from engine.kernels.host.codegen.compiled import (
     record,
     wide,
 )
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES, in_all_lanes
 from engine.kernels.host.codegen.functions import fma
+from engine.kernels.host.codegen.strided_loops import size_of
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, LANES, in_all_lanes
 from engine.kernels.host.linear.packing import SEGMENTS, Segments, pack
 
-SCALE_BYTES = 4 * SEGMENTS  # of a row
 _HIGHEST_CODE = np.float32(127.0)
 # The bits of 2^-100, and of infinity; the bits of NaN are above.
 _LEAST_BITS = 27 << 23
-_NO_NUMBER_BITS = 255 << 23
+NO_NUMBER_BITS = 255 << 23
 _SIGN_BIT = 0x80  # flipping it in a code gives code + 128
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
+MAGNITUDE = np.uint32(0x7FFFFFFF)
 # see `functions.py`
 _ROUNDER = np.float32(12582912.0)
 _ROUNDER_BITS = np.int32(0x4B400000)
@@ -72,6 +72,11 @@ _ARGUMENTS = record(
     "scales",
     "offsets",
 )
+
+
+def row_bytes(num_terms: int) -> int:
+    """Return the bytes of a row of weights: codes and scales, without padding."""
+    return num_terms + 4 * SEGMENTS
 
 
 class CodedRows(NamedTuple):
@@ -175,31 +180,46 @@ def _take_rows(pointer, stored):
             return
         scales = carray(pointer_to(a.scales, np.float32), (a.num_items, a.num_segments))
         offsets = carray(pointer_to(a.offsets, np.int32), (a.num_items, a.num_segments))
-        x = pointer_to(a.x + row * a.x_row_bytes, stored)
-        codes = pointer_to(a.codes + row * a.num_segments * a.filled_terms, np.int8)
+        x = a.x + row * a.x_row_bytes
+        codes = a.codes + row * a.num_segments * a.filled_terms
         kept = np.float32(0)
         if a.row_scales != 0:
             kept = carray(pointer_to(a.row_scales, np.float32), a.num_items)[row]
         for segment in range(a.num_segments):
             start = min(segment * a.own_terms, a.num_terms)
-            to = segment * a.filled_terms
             count = min(a.own_terms, a.num_terms - start)
-            highest = np.uint32(0)
-            for place in range(count):
-                bits = np.float32(wide(x[start + place])).view(np.uint32)
-                highest = max(highest, np.uint32(bits & _MAGNITUDE))
-            scale, factor = _scale_and_factor(highest, kept)
-            total = np.int32(0)
-            for place in range(count):
-                nearest = fma(wide(x[start + place]), factor, _ROUNDER)
-                code = np.int32(np.float32(nearest).view(np.int32) - _ROUNDER_BITS)
-                total = np.int32(total + code)
-                codes[to + place] = code
-            for place in range(count, a.filled_terms):
-                codes[to + place] = 0
+            scale, total = code_terms(
+                pointer_to(x + start * size_of(stored), stored),
+                pointer_to(codes + segment * a.filled_terms, np.int8),
+                count,
+                a.filled_terms,
+                kept,
+            )
             scales[row, segment] = scale
             offsets[row, segment] = total * 128
         count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def code_terms(x, codes, count, filled, kept):
+    """Code `count` terms with one scale, followed by zeros up to `filled` codes.
+
+    Return the scale and the sum of the codes. `kept` is the scale to use, or 0.
+    """
+    highest = np.uint32(0)
+    for place in range(count):
+        bits = np.float32(wide(x[place])).view(np.uint32)
+        highest = max(highest, np.uint32(bits & MAGNITUDE))
+    scale, factor = _scale_and_factor(highest, kept)
+    total = np.int32(0)
+    for place in range(count):
+        nearest = fma(wide(x[place]), factor, _ROUNDER)
+        code = np.int32(np.float32(nearest).view(np.int32) - _ROUNDER_BITS)
+        total = np.int32(total + code)
+        codes[place] = code
+    for place in range(count, filled):
+        codes[place] = 0
+    return scale, total
 
 
 @njit(**STRICT_PART)
@@ -208,7 +228,7 @@ def _scale_and_factor(highest, kept):
 
     They follow from the bits of its largest magnitude and the scale that its row keeps, or 0.
     """
-    if highest >= _NO_NUMBER_BITS:
+    if highest >= NO_NUMBER_BITS:
         return np.float32(np.nan), np.float32(0)
     if highest < _LEAST_BITS:
         return np.float32(0), np.float32(0)

@@ -10,28 +10,34 @@ Operations after the product are done before its single rounding: bias, silu(gat
 products, a residual. An element's bits depend on its row of x and of the residual and on its column
 of the weights, and on nothing else.
 
-8-bit weights multiply rows of x whose eighths are converted to 8-bit codes as well; the rest is the
-same (`int8.py`).
+8-bit weights multiply rows of x whose eighths are converted to 8-bit codes as well, and 4-bit
+weights rows in groups of 8-bit codes; the rest is the same (`int8.py`, `int4.py`).
 """
 
 from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.numerics import WeightFormat
 from engine.kernels.host.codegen import amx
 from engine.kernels.host.codegen.compiled import (
-    STORED_AS,
     Team,
     launch_integers,
 )
-from engine.kernels.host.codegen.dot import LANES
 from engine.kernels.host.codegen.launch_recorder import keep_for_replays
 from engine.kernels.host.codegen.tiles import is_tiled
+from engine.kernels.host.codegen.vectors import LANES
+from engine.kernels.host.linear.int4 import grouped_rows
+from engine.kernels.host.linear.int4_weights import grouped_blocks
 from engine.kernels.host.linear.int8 import CodedRows, coded, coded_blocks
-from engine.kernels.host.linear.packed_linear_kernel import SHARE_FIELDS, compiled_for, instructions
+from engine.kernels.host.linear.packed_linear_kernel import (
+    SHARE_FIELDS,
+    compiled_for,
+    instructions,
+    terms_of,
+)
 from engine.kernels.host.linear.packing import SEGMENTS, Segments, arranged, pack
 from engine.kernels.host.linear.work_shares import share_out, share_out_tiles
 from engine.kernels.host.tokens.row_ops import apart, rows_for_product
@@ -59,8 +65,8 @@ class PackedWeight:
         num_segments: the number of eighths (4, 2 or 1) if the terms are a part of a longer sum. The
             result is then the subtree over these eighths.
         segment_terms: the number of terms of such an eighth.
-        in_bytes: store a single matrix as 8-bit codes.
-        row_scales: [N], the rows' own scales for `in_bytes`; 0 for rows without one.
+        weight_format: store a single matrix as codes of 8 or 4 bits.
+        row_scales: [N], the rows' own scales for 8 bits; 0 for rows without one.
     """
 
     def __init__(
@@ -71,24 +77,27 @@ class PackedWeight:
         *,
         num_segments: int = SEGMENTS,
         segment_terms: int | None = None,
-        in_bytes: bool = False,
+        weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
     ) -> None:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
-        multiple = amx.STEPS if is_tiled(np.int8 if in_bytes else STORED_AS[weight.dtype]) else 1
+        tiled = is_tiled(terms_of(weight.dtype, weight_format))
+        multiple = amx.STEPS if tiled else 1
         self.segments = Segments(
-            matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes, segment_terms
+            matrices.shape[2], weight.dtype, multiple, num_segments, weight_format, segment_terms
         )
         self.scales: Tensor | None = None
-        if in_bytes:
+        if weight_format is WeightFormat.INT4:
+            self.blocks = grouped_blocks(weight, self.segments, team)
+        elif weight_format is WeightFormat.INT8:
             self.blocks, self.scales = coded_blocks(weight, self.segments, team, row_scales)
         else:
             self.blocks = pack(matrices, self.segments, team)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self.addresses = _address(self.blocks), _address(self.bias), _address(self.scales)
-        self._tiled, self._team = multiple > 1, team
+        self._tiled, self._team = tiled, team
 
     def multiply(
         self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -114,10 +123,10 @@ class PackedWeight:
         """Return rows of a single matrix as they were before packing, [T, K]; indices is [T] int64.
 
         Raises:
-            InternalError: the weights are stored in eight bits, so the original rows are lost.
+            InternalError: the weights are stored as codes, so the original rows are lost.
         """
-        if self.segments.in_bytes:
-            raise InternalError("rows of weights in eight bits")
+        if self.segments.weight_format.is_coded:
+            raise InternalError(f"rows of weights in {self.segments.weight_format}")
         taken = self.blocks[0][indices // LANES, :, indices % LANES]
         return self.segments.restored(taken.flatten(1))
 
@@ -158,7 +167,7 @@ class PackedWeight:
         else:
             work = share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
         launch_integers(
-            compiled_for(self.dtype, in_bytes=self.segments.in_bytes),
+            compiled_for(self.dtype, weight_format=self.segments.weight_format),
             work.num_items,
             (
                 *work.fields,
@@ -250,7 +259,7 @@ class PackedGroup:
             first.segments,
         )
         launch_integers(
-            compiled_for(first.dtype, in_bytes=first.segments.in_bytes),
+            compiled_for(first.dtype, weight_format=first.segments.weight_format),
             work.num_items,
             (
                 *work.fields,
@@ -286,8 +295,10 @@ class PackedGroup:
 
 
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
-    """Return x in the form for weights in these segments, and its codes if they are 8-bit."""
-    if not segments.in_bytes:
+    """Return x in the form for weights in these segments, and its codes for 8-bit weights."""
+    if segments.weight_format is WeightFormat.INT4:
+        return grouped_rows(x, segments, team), None
+    if segments.weight_format is WeightFormat.MODEL:
         lies_so = segments.are_whole and x.stride(-1) == 1
         return x if lies_so else arranged(x, segments, team), None
     codes = coded(x, segments, team)

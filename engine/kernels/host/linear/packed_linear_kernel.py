@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
+from engine.core.numerics import WeightFormat
 from engine.kernels.host.codegen import (
     amx,
 )
@@ -27,21 +28,23 @@ from engine.kernels.host.codegen.compiled import (
     take_seat,
     wide,
 )
-from engine.kernels.host.codegen.dot import (
-    BLOCK_STEP_BYTES,
-    LANES,
-    has_pair_products,
-    has_wide_vectors,
-)
 from engine.kernels.host.codegen.functions import silu
 from engine.kernels.host.codegen.row_vectors import open_row
 from engine.kernels.host.codegen.strided_loops import fetch_for_writing, floats, size_of
-from engine.kernels.host.codegen.tiles import make_tiles, release_tiles
+from engine.kernels.host.codegen.tiles import make_tiles, release_tiles, row_step_bytes
+from engine.kernels.host.codegen.vectors import (
+    BLOCK_STEP_BYTES,
+    LANES,
+    WORD_BYTES,
+    has_pair_products,
+    has_wide_vectors,
+)
 from engine.kernels.host.linear.product_sums import multiply_group
 
 # Fields of a matrix with its own rows: its address, the second matrix's address, the first row, the
 # number of rows, and both matrices' scales.
 SHARE_FIELDS = 6
+_CODES = {WeightFormat.INT8: np.int8, WeightFormat.INT4: np.uint8}
 
 _ARGUMENTS = record(
     "tile_rows",
@@ -95,14 +98,19 @@ def streams(dtype: torch.dtype) -> bool:
     return has_wide_vectors() and (dtype is torch.float32 or has_pair_products())
 
 
+def terms_of(dtype: torch.dtype, weight_format: WeightFormat) -> type:
+    """Return the type by which kernels distinguish weights of this dtype and format."""
+    return _CODES.get(weight_format, STORED_AS[dtype])
+
+
 @cache
-def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
-    """Compile the kernel for weights and x of this dtype, or both `in_bytes`.
+def compiled_for(dtype: torch.dtype, *, weight_format: WeightFormat = WeightFormat.MODEL):
+    """Compile the kernel for weights and x of this dtype, or both coded for `weight_format`.
 
     Results have this dtype or fp32.
     """
     stored = STORED_AS[dtype]
-    terms = np.int8 if in_bytes else stored
+    terms = terms_of(dtype, weight_format)
 
     def work(pointer):
         _take_items(pointer, stored, terms)
@@ -172,7 +180,7 @@ def _take_items(pointer, stored, terms):
                     copy_at,
                     a.copy_row_bytes,
                     end_row - first_row,
-                    a.num_segments * a.segment_steps,
+                    a.num_segments * a.segment_steps * row_step_bytes(terms) // WORD_BYTES,
                 )
             x_at = copy_at
             x_row = a.copy_row_bytes

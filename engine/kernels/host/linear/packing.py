@@ -15,6 +15,8 @@ from numba import carray, njit
 from torch import Tensor
 
 from engine.core.layer_range import EIGHTHS, eighth
+from engine.core.numerics import WeightFormat
+from engine.kernels.host.codegen import nibbles
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -29,9 +31,9 @@ from engine.kernels.host.codegen.compiled import (
     record,
     take_seat,
 )
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.codegen.lane_shuffles import turn
 from engine.kernels.host.codegen.strided_loops import size_of
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, LANES, WORD_BYTES
 
 SEGMENTS = EIGHTHS
 
@@ -51,7 +53,6 @@ _ROWS = record(
     "num_rows", "num_terms", "row_stride", "num_segments", "own_terms", "filled_terms", "x", "out"
 )
 _ITEM_ROWS = 16
-_WORD_BYTES = 4  # bytes of a row per step: two terms of bf16 or one of fp32
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,28 @@ class Segments:
     There are eight segments, or fewer if the terms are a part of a longer sum. A segment has
     `segment_terms` terms. By default it is an eighth of a sum of which the `count` segments are
     an equal part; the last segments have the rest. It is padded with zeros to a multiple of
-    `multiple` steps. With `in_bytes` terms are stored in eight bits each (`int8.py`).
+    `multiple` steps. A step is a word of a row's terms, or a group in four bits (`nibbles.py`).
     """
 
     num_terms: int
     dtype: torch.dtype
     multiple: int
     count: int = SEGMENTS
-    in_bytes: bool = False
+    weight_format: WeightFormat = WeightFormat.MODEL
     segment_terms: int | None = None
 
     @cached_property
     def step_terms(self) -> int:
-        return _WORD_BYTES if self.in_bytes else _WORD_BYTES // self.dtype.itemsize
+        """Return the number of terms of a step."""
+        if self.weight_format is WeightFormat.INT4:
+            return nibbles.GROUP_TERMS
+        return WORD_BYTES // (1 if self.weight_format is WeightFormat.INT8 else self.dtype.itemsize)
+
+    @cached_property
+    def row_step_bytes(self) -> int:
+        """Return the bytes of a row of x in one step."""
+        is_grouped = self.weight_format is WeightFormat.INT4
+        return nibbles.ROW_GROUP_BYTES if is_grouped else WORD_BYTES
 
     @cached_property
     def own_terms(self) -> int:
@@ -94,7 +104,8 @@ class Segments:
     @cached_property
     def block_bytes(self) -> int:
         """Return the bytes of 16 rows of the weights."""
-        return self.count * self.steps * BLOCK_STEP_BYTES
+        is_grouped = self.weight_format is WeightFormat.INT4
+        return self.count * self.steps * (nibbles.GROUP_BYTES if is_grouped else BLOCK_STEP_BYTES)
 
     @cached_property
     def are_whole(self) -> bool:
@@ -185,7 +196,7 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     odd = num_terms % segments.step_terms
     source = F.pad(weight, (0, odd)) if odd else weight
     strides = [stride * source.element_size() for stride in source.stride()]
-    if strides[2] != source.element_size() or strides[0] % _WORD_BYTES or strides[1] % _WORD_BYTES:
+    if strides[2] != source.element_size() or strides[0] % WORD_BYTES or strides[1] % WORD_BYTES:
         source = source.contiguous()
         strides = [stride * source.element_size() for stride in source.stride()]
     num_blocks = -(-num_rows // LANES)
@@ -204,8 +215,8 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
             num_segments=segments.count,
             segment_words=segments.own_steps,
             segment_steps=segments.steps,
-            matrix_words=strides[0] // _WORD_BYTES,
-            row_words=strides[1] // _WORD_BYTES,
+            matrix_words=strides[0] // WORD_BYTES,
+            row_words=strides[1] // WORD_BYTES,
             weight=source,
             out=out,
         )
@@ -228,7 +239,7 @@ def _take_blocks(pointer):
     rows_at = take_seat(pointer)
     addresses = carray(pointer_to(rows_at, np.int64), LANES)  # addresses of 16 rows' first words
     for lane in range(LANES):
-        addresses[lane] = a.weight + lane * a.row_words * _WORD_BYTES
+        addresses[lane] = a.weight + lane * a.row_words * WORD_BYTES
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -256,7 +267,7 @@ def _turn(weight, rows_at, first, row_words, words, count, out_at, steps):
     for word in range(0, whole, LANES):
         turn(
             rows_at,
-            (first + word) * _WORD_BYTES,
+            (first + word) * WORD_BYTES,
             out_at + word * BLOCK_STEP_BYTES,
             BLOCK_STEP_BYTES,
         )

@@ -3,16 +3,20 @@
 from numba import njit
 
 from engine.kernels.host.codegen.compiled import STRICT_PART
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, has_wide_vectors
 from engine.kernels.host.codegen.sum_tree import earlier_sums, join
-from engine.kernels.host.codegen.tiles import joins_sums, rows_times_blocks
+from engine.kernels.host.codegen.tiles import (
+    joins_sums,
+    row_step_bytes,
+    rows_times_blocks,
+    weight_step_bytes,
+)
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, has_wide_vectors
 from engine.kernels.host.linear.int8 import restore
 
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
 # A few rows use one block after the other, so that the weights are one memory stream, which is
 # faster than four.
 STREAM_ROWS = 16 if has_wide_vectors() else TILE_ROWS
-_STEP_BYTES = 4  # bytes of a row of x
 _STREAM_AHEAD_BYTES = 8192  # minimum, rounded up to whole segments
 _wide = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS)
 _narrow = rows_times_blocks(STREAM_ROWS, 1)
@@ -57,7 +61,7 @@ def _multiply(
     distance from the end of the first block to the data multiplied next.
     """
     sum_row = a.group_blocks * BLOCK_STEP_BYTES
-    segment_bytes = a.segment_steps * BLOCK_STEP_BYTES
+    segment_bytes = a.segment_steps * weight_step_bytes(terms)
     own = sums_at
     third = sums_at + a.tile_rows * sum_row
     second = third + a.chunk_rows * sum_row
@@ -84,13 +88,13 @@ def _multiply(
             _multiply_tile(
                 a,
                 end - start,
-                x + start * x_row + first * _STEP_BYTES,
+                x + start * x_row + first * row_step_bytes(terms),
                 x_row,
-                w + first * BLOCK_STEP_BYTES,
+                w + first * weight_step_bytes(terms),
                 num_blocks,
                 sum_tree,
                 ahead + segment_bytes * tile // num_tiles if a.unit_rows == 1 else 0,
-                BLOCK_STEP_BYTES // num_tiles,
+                weight_step_bytes(terms) // num_tiles,
                 num_earlier,
                 following,
                 third + at,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from engine.kernels.host.codegen import amx
 from engine.kernels.host.codegen.amx import LAYOUT_BYTES
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES
+from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES
 from engine.kernels.host.linear.packed_linear_kernel import streams
 from engine.kernels.host.linear.packing import Segments
 from engine.kernels.host.linear.product_sums import STREAM_ROWS, TILE_ROWS
@@ -15,7 +15,6 @@ _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 48
 _CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's private cache
 _ITEMS_PER_THREAD = 4
-_STEP_BYTES = 4  # bytes of a row of x
 _SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's private cache while the weights pass
 
 
@@ -84,7 +83,7 @@ def _copy_row_bytes(segments: Segments) -> int:
     It is an odd number of lines, so that the data of all rows in one step fits into a cache.
     """
     return (
-        -(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1
+        -(-segments.count * segments.steps * segments.row_step_bytes // BLOCK_STEP_BYTES) | 1
     ) * BLOCK_STEP_BYTES
 
 

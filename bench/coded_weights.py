@@ -1,4 +1,4 @@
-"""`python -m bench.eight_bits`: accuracy and speed of eight-bit weights.
+"""`python -m bench.coded_weights`: accuracy and speed of weights in eight or four bits.
 
 Accuracy is measured on the demo model (over stories like those of its training) and on a random
 model of Qwen3-0.6B's shape, at each position of the same text. `error` is the root mean square
@@ -6,8 +6,8 @@ difference of the logits from those of full weights, over their standard deviati
 the share of positions with the same most likely token. `decided_agreement` is the same for
 positions whose most likely token leads by more than 1 in log probability.
 
-Speed runs `bench.engine`'s cases with int8 as ours and bf16 as the reference, in processes that
-take turns on the same cores; a ratio above 1 is int8's gain. `foreign_cores` is the number of cores
+Speed runs `bench.engine`'s cases with codes as ours and bf16 as the reference, in processes that
+take turns on the same cores; a ratio above 1 is the gain of the codes. `foreign_cores` is the number of cores
 that other processes used; above 0.2 the figures are noise.
 """
 
@@ -26,6 +26,7 @@ from bench.engine_sides import MODEL, VOCAB_SIZE
 from bench.report import Value, render
 from demo.corpus import documents
 from engine.core.batch import ForwardMode, ScoringRow
+from engine.core.numerics import WeightFormat
 from models.loader import ModelDescription, random_model, read_model
 from tests.support.models.single_stage import StageDriver
 
@@ -35,10 +36,16 @@ DECIDED = 1.0
 
 
 @torch.inference_mode()
-def accuracy(whole: ModelDescription, tokens: list[int]) -> dict[str, Value]:
-    """Return the accuracy of int8 against the model's own weights, without the last position."""
+def accuracy(
+    whole: ModelDescription, tokens: list[int], weight_format: WeightFormat
+) -> dict[str, Value]:
+    """Return the accuracy of a format against the model's own weights.
+
+    The last position is left out.
+    """
     ours, theirs = (
-        _logits(replace(whole, in_bytes=in_bytes), tokens) for in_bytes in (True, False)
+        _logits(replace(whole, weight_format=each), tokens)
+        for each in (weight_format, WeightFormat.MODEL)
     )
     best = theirs.topk(2, dim=-1)
     same = ours.argmax(-1) == best.indices[:, 0]
@@ -74,7 +81,9 @@ def demo_tokens() -> list[int]:
     return tokens[:NUM_TOKENS]
 
 
-def speed(*, threads: int, rounds: int, steps: int, context: int) -> dict[str, Value]:
+def speed(
+    weight_format: WeightFormat, *, threads: int, rounds: int, steps: int, context: int
+) -> dict[str, Value]:
     """Return the figures of `bench.engine.measure`."""
     max_tokens = context + 2 + (rounds + 1) * (steps + 1)
     arguments = [
@@ -86,10 +95,17 @@ def speed(*, threads: int, rounds: int, steps: int, context: int) -> dict[str, V
     sides = [
         SideProcess(
             name,
-            [sys.executable, "-m", "bench.engine_sides", name, *arguments],
+            [
+                sys.executable,
+                "-m",
+                "bench.engine_sides",
+                "ours",
+                f"--weights={name}",
+                *arguments,
+            ],
             {**os.environ, **HUGE_PAGES},
         )
-        for name in ("int8", "ours")
+        for name in (weight_format, WeightFormat.MODEL)
     ]
     with sides[0] as ours, sides[1] as reference:
         return measure(ours, reference, rounds=rounds, steps=steps, context=context)
@@ -101,6 +117,7 @@ def main() -> int:
     )
     for name, default in (("threads", 2), ("rounds", 8), ("steps", 4), ("context", 512)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--weights", type=WeightFormat, default=WeightFormat.INT8)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
@@ -112,14 +129,25 @@ def main() -> int:
         ("demo", read_model(demo_model()), demo_tokens()),
         ("random_0.6b", random_model(MODEL), random_tokens),
     ):
-        values |= {f"{name}_{key}": value for key, value in accuracy(model, tokens).items()}
+        values |= {
+            f"{name}_{key}": value for key, value in accuracy(model, tokens, flags.weights).items()
+        }
     values |= speed(
-        threads=flags.threads, rounds=flags.rounds, steps=flags.steps, context=flags.context
+        flags.weights,
+        threads=flags.threads,
+        rounds=flags.rounds,
+        steps=flags.steps,
+        context=flags.context,
     )
     print(
         render(
-            "eight_bits",
-            {"threads": flags.threads, "context": flags.context, **values},
+            "coded_weights",
+            {
+                "weights": str(flags.weights),
+                "threads": flags.threads,
+                "context": flags.context,
+                **values,
+            },
             as_json=flags.json,
         )
     )
