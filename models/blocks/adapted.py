@@ -188,7 +188,7 @@ class _AdaptedProjection:
         if terms is None or terms.is_whole or self.ranks is None:
             return Linear(matrix)
         own = matrix[:, terms.start : terms.stop].contiguous()
-        return SummedLinear(own, None, self.ranks, num_terms=terms.total)
+        return SummedLinear(own, None, self.ranks, terms=terms)
 
 
 def _joined(

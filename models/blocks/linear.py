@@ -153,18 +153,18 @@ class SummedLinear:
         bias: Tensor | None,
         ranks: Ranks,
         *,
-        num_terms: int,
+        terms: Part,
         weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
         updates: LowRankUpdates | None = None,
     ) -> None:
         """Create this rank's part.
 
-        `bias` is [out] or None, the same on every rank. `num_terms` counts the terms of the whole
-        sum. `weight_format`, `row_scales` and `updates` are as in `Linear`.
+        `bias` is [out] or None, the same on every rank. `terms` are this rank's of the whole sum.
+        `weight_format`, `row_scales` and `updates` are as in `Linear`.
         """
         self._updates = updates
-        self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(num_terms)
+        self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(terms.total)
         self._bias = None if bias is None else bias.float()
         self._ranks = ranks
         self._packed: PackedWeight | None = None
@@ -175,6 +175,7 @@ class SummedLinear:
                 Team(),
                 num_segments=self._num_segments,
                 segment_terms=self._segment_terms,
+                first_term=terms.start,
                 weight_format=weight_format,
                 row_scales=row_scales,
             )

@@ -246,7 +246,7 @@ class Weights:
             weight,
             offsets,
             self.ranks,
-            num_terms=terms.total,
+            terms=terms,
             weight_format=self.weight_format,
             row_scales=self.row_scales(f"{name}.weight", rows),
             updates=self.updates({name: rows}, terms.total, terms=terms),

@@ -89,7 +89,7 @@ def test_ranks_and_stages_give_the_bits_of_one_process(
     ("config", "weight_format", "num_stages", "tp", "dp"),
     [
         (models.HYBRID_MOE, WeightFormat.INT8, 2, 2, 1),
-        (models.HYBRID_MOE, WeightFormat.INT4, 2, 4, 1),
+        (models.HYBRID_MOE, WeightFormat.INT4, 2, 2, 1),
         (models.GLM_DSA, WeightFormat.INT8, 1, 4, 2),
         (models.GLM_DSA, WeightFormat.INT4, 1, 4, 2),
         (models.QWEN3_NEXT, WeightFormat.INT8, 1, 2, 1),

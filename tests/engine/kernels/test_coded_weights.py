@@ -44,9 +44,14 @@ def eighths(x: Tensor) -> Tensor:
 
 
 def groups(x: Tensor) -> Tensor:
-    """Return [M, 8, groups, 32] fp32."""
-    parts = eighths(x)
-    return F.pad(parts, (0, -parts.shape[2] % 32)).view(*parts.shape[:2], -1, 32)
+    """Return [M, 8, groups, 32] fp32: groups begin with an eighth or at a multiple of 32."""
+    own = eighths(x).shape[2]
+    parts = torch.zeros(len(x), 8, own // 32 + 2, 32)
+    for term in range(x.shape[1]):
+        segment, first = term // own, term // own * own
+        group = term // 32 - first // 32
+        parts[:, segment, group, term - max(first, term // 32 * 32)] = x[:, term].float()
+    return parts
 
 
 def group_counts(num_terms: int) -> Tensor:
@@ -274,9 +279,10 @@ def test_parts_of_the_terms_add_up_to_the_whole_sum(
             Team(),
             num_segments=8 // num_parts,
             segment_terms=eighth(num_terms),
+            first_term=each * index,
             weight_format=weight_format,
         ).multiply(part, out_dtype=torch.float32)
-        for part, columns in pieces
+        for index, (part, columns) in enumerate(pieces)
     ]
     while len(sums) > 1:
         sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]

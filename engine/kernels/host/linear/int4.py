@@ -1,6 +1,8 @@
 """4-bit weights: groups of 32 codes with a scale and an offset, times rows of x in groups of 8-bit codes.
 
-A segment (`packing.Segments`) is divided into groups of 32 terms; the last one may be shorter. A
+A segment (`packing.Segments`) is divided into groups at multiples of 32 terms of the whole sum. Its
+first and last group may be shorter. So the groups of a file are kept, but for those that two
+segments share; and ranks with a part of the segments have the same groups as one process. A
 weight is code * s + m, where the code is an integer from 0 to 15, and s and m are numbers of bf16
 (`int4_weights.py`). x is coded when it is multiplied, each group as a segment in `int8.py`. The sum
 of a segment adds its groups one after the other (`nibbles.py`).
@@ -13,7 +15,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.core.layer_range import eighth
+from engine.core.numerics import WeightFormat
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -28,7 +30,6 @@ from engine.kernels.host.codegen.compiled import (
     record,
 )
 from engine.kernels.host.codegen.nibbles import (
-    GROUP_BYTES,
     GROUP_TERMS,
     ROW_GROUP_BYTES,
     ROW_HEAD_BYTES,
@@ -36,13 +37,14 @@ from engine.kernels.host.codegen.nibbles import (
 from engine.kernels.host.codegen.strided_loops import size_of
 from engine.kernels.host.codegen.vectors import LANES
 from engine.kernels.host.linear.int8 import code_terms
-from engine.kernels.host.linear.packing import SEGMENTS, Segments
+from engine.kernels.host.linear.packing import Segments
 
 _ARGUMENTS = record(
     "num_terms",
     "num_segments",
     "own_terms",
     "num_groups",
+    "first_term",
     "x",
     "x_row_bytes",
     "out",
@@ -50,9 +52,22 @@ _ARGUMENTS = record(
 
 
 def row_bytes(num_terms: int) -> int:
-    """Return the bytes of a row of weights: whole groups of codes with their scales."""
-    num_groups = SEGMENTS * -(-eighth(num_terms) // GROUP_TERMS)
-    return num_groups * GROUP_BYTES // LANES
+    """Return the bytes of a row of weights: whole groups of codes with scales and offsets."""
+    segments = Segments(num_terms, torch.bfloat16, 1, weight_format=WeightFormat.INT4)
+    return segments.block_bytes // LANES
+
+
+@njit(**STRICT_PART)
+def group_bounds(a, segment, group):
+    """Return the first term of a group and its number of terms.
+
+    `a` has the number of terms, those of a segment, and the place of the first in the whole sum.
+    """
+    own = segment * a.own_terms
+    first = (a.first_term + own) // GROUP_TERMS + group
+    start = max(own, first * GROUP_TERMS - a.first_term)
+    end = min(own + a.own_terms, a.num_terms, (first + 1) * GROUP_TERMS - a.first_term)
+    return min(start, a.num_terms), max(end - start, 0)
 
 
 def grouped_rows(x: Tensor, segments: Segments, team: Team) -> Tensor:
@@ -70,6 +85,7 @@ def grouped_rows(x: Tensor, segments: Segments, team: Team) -> Tensor:
             segments.count,
             segments.own_terms,
             segments.steps,
+            segments.first_term,
             x.data_ptr(),
             x.stride(0) * x.itemsize,
             out.data_ptr(),
@@ -99,13 +115,12 @@ def _take_rows(pointer, stored):
             return
         out = a.out + row * a.num_segments * a.num_groups * ROW_GROUP_BYTES
         for segment in range(a.num_segments):
-            end = min((segment + 1) * a.own_terms, a.num_terms)
             for group in range(a.num_groups):
-                start = min(segment * a.own_terms + group * GROUP_TERMS, end)
+                start, count = group_bounds(a, segment, group)
                 scale, total = code_terms(
                     pointer_to(a.x + row * a.x_row_bytes + start * size_of(stored), stored),
                     pointer_to(out + ROW_HEAD_BYTES, np.int8),
-                    min(end - start, GROUP_TERMS),
+                    count,
                     GROUP_TERMS,
                     np.float32(0),
                 )

@@ -51,6 +51,7 @@ from engine.kernels.host.codegen.nibbles import (
 from engine.kernels.host.codegen.softmax_blocks import to_bf16
 from engine.kernels.host.codegen.strided_loops import counted, floats, size_of
 from engine.kernels.host.codegen.vectors import FLOATS, INTEGERS, LANES, in_all_lanes, in_each_lane
+from engine.kernels.host.linear.int4 import group_bounds
 from engine.kernels.host.linear.int8 import MAGNITUDE, NO_NUMBER_BITS
 from engine.kernels.host.linear.packing import Segments
 
@@ -81,6 +82,7 @@ _ARGUMENTS = record(
     "num_segments",
     "own_terms",
     "num_groups",
+    "first_term",
     "weight",
     "row_bytes",
     "out",
@@ -106,6 +108,7 @@ def grouped_blocks(weight: Tensor, segments: Segments, team: Team) -> Tensor:
             segments.count,
             segments.own_terms,
             segments.steps,
+            segments.first_term,
             weight.data_ptr(),
             weight.stride(0) * weight.itemsize,
             blocks.data_ptr(),
@@ -139,10 +142,8 @@ def _take_blocks(pointer, stored):
         rows = min(LANES, a.num_rows - row)
         out = a.out + block * a.num_segments * a.num_groups * GROUP_BYTES
         for segment in range(a.num_segments):
-            end = min((segment + 1) * a.own_terms, a.num_terms)
             for group in range(a.num_groups):
-                start = min(segment * a.own_terms + group * GROUP_TERMS, end)
-                count = min(end - start, GROUP_TERMS)
+                start, count = group_bounds(a, segment, group)
                 _read_group(
                     a.weight + row * a.row_bytes + start * size_of(stored),
                     a.row_bytes,

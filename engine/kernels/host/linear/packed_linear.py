@@ -65,6 +65,7 @@ class PackedWeight:
         num_segments: the number of eighths (4, 2 or 1) if the terms are a part of a longer sum. The
             result is then the subtree over these eighths.
         segment_terms: the number of terms of such an eighth.
+        first_term: the place of the first term in the longer sum.
         weight_format: store a single matrix as codes of 8 or 4 bits.
         row_scales: [N], the rows' own scales for 8 bits; 0 for rows without one.
     """
@@ -77,6 +78,7 @@ class PackedWeight:
         *,
         num_segments: int = SEGMENTS,
         segment_terms: int | None = None,
+        first_term: int = 0,
         weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
     ) -> None:
@@ -86,7 +88,13 @@ class PackedWeight:
         tiled = is_tiled(terms_of(weight.dtype, weight_format))
         multiple = amx.STEPS if tiled else 1
         self.segments = Segments(
-            matrices.shape[2], weight.dtype, multiple, num_segments, weight_format, segment_terms
+            matrices.shape[2],
+            weight.dtype,
+            multiple,
+            num_segments,
+            weight_format,
+            segment_terms,
+            first_term,
         )
         self.scales: Tensor | None = None
         if weight_format is WeightFormat.INT4:

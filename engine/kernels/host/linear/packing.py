@@ -16,7 +16,6 @@ from torch import Tensor
 
 from engine.core.layer_range import EIGHTHS, eighth
 from engine.core.numerics import WeightFormat
-from engine.kernels.host.codegen import nibbles
 from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
@@ -32,6 +31,7 @@ from engine.kernels.host.codegen.compiled import (
     take_seat,
 )
 from engine.kernels.host.codegen.lane_shuffles import turn
+from engine.kernels.host.codegen.nibbles import GROUP_BYTES, GROUP_TERMS, ROW_GROUP_BYTES
 from engine.kernels.host.codegen.strided_loops import size_of
 from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, LANES, WORD_BYTES
 
@@ -59,10 +59,11 @@ _ITEM_ROWS = 16
 class Segments:
     """The division of `num_terms` terms of a sum into `count` segments.
 
-    There are eight segments, or fewer if the terms are a part of a longer sum. A segment has
-    `segment_terms` terms. By default it is an eighth of a sum of which the `count` segments are
-    an equal part; the last segments have the rest. It is padded with zeros to a multiple of
-    `multiple` steps. A step is a word of a row's terms, or a group in four bits (`nibbles.py`).
+    There are eight segments, or fewer if the terms are a part of a longer sum, in which the first one
+    has the place `first_term`. A segment has `segment_terms` terms. By default it is an eighth of a sum
+    of which the `count` segments are an equal part; the last segments have the rest. It is padded with
+    zeros to a multiple of `multiple` steps. A step is a word of a row's terms, or a group of terms in
+    four bits (`nibbles.py`).
     """
 
     num_terms: int
@@ -71,19 +72,20 @@ class Segments:
     count: int = SEGMENTS
     weight_format: WeightFormat = WeightFormat.MODEL
     segment_terms: int | None = None
+    first_term: int = 0
 
     @cached_property
     def step_terms(self) -> int:
         """Return the number of terms of a step."""
         if self.weight_format is WeightFormat.INT4:
-            return nibbles.GROUP_TERMS
+            return GROUP_TERMS
         return WORD_BYTES // (1 if self.weight_format is WeightFormat.INT8 else self.dtype.itemsize)
 
     @cached_property
     def row_step_bytes(self) -> int:
         """Return the bytes of a row of x in one step."""
         is_grouped = self.weight_format is WeightFormat.INT4
-        return nibbles.ROW_GROUP_BYTES if is_grouped else WORD_BYTES
+        return ROW_GROUP_BYTES if is_grouped else WORD_BYTES
 
     @cached_property
     def own_terms(self) -> int:
@@ -94,7 +96,18 @@ class Segments:
 
     @cached_property
     def own_steps(self) -> int:
-        return -(-self.own_terms // self.step_terms)
+        """Return the number of steps of a segment without padding.
+
+        Groups in four bits begin at multiples of 32 of the longer sum, as in files, or with a
+        segment. So they may be one more than the terms would fill.
+        """
+        if self.weight_format is not WeightFormat.INT4 or not self.own_terms:
+            return -(-self.own_terms // self.step_terms)
+        starts = [self.first_term + index * self.own_terms for index in range(self.count)]
+        return max(
+            (start + self.own_terms - 1) // GROUP_TERMS - start // GROUP_TERMS + 1
+            for start in starts
+        )
 
     @cached_property
     def steps(self) -> int:
@@ -105,7 +118,7 @@ class Segments:
     def block_bytes(self) -> int:
         """Return the bytes of 16 rows of the weights."""
         is_grouped = self.weight_format is WeightFormat.INT4
-        return self.count * self.steps * (nibbles.GROUP_BYTES if is_grouped else BLOCK_STEP_BYTES)
+        return self.count * self.steps * (GROUP_BYTES if is_grouped else BLOCK_STEP_BYTES)
 
     @cached_property
     def are_whole(self) -> bool:
