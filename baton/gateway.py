@@ -16,7 +16,6 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
-import httpx2
 import typer
 from pydantic import Field
 
@@ -157,6 +156,8 @@ async def wait_ready(address: str, *, timeout_s: float) -> None:
     Raises:
         UnavailableError: that takes longer than `timeout_s`; the message names the missing part.
     """
+    import httpx2  # every command would take longer to start
+
     reason = "it does not listen"
     try:
         async with (

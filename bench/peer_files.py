@@ -8,8 +8,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.engine_sides import MODEL
+from engine.core.numerics import WeightFormat
 from models.blocks.random_weights import RandomWeights
 
+_KINDS = {WeightFormat.MODEL: "BF16", WeightFormat.INT8: "Q8_0", WeightFormat.INT4: "Q4_0"}
 _GGUF_NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -89,8 +91,10 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def write_gguf(path: Path) -> Path:
+def write_gguf(path: Path, weight_format: WeightFormat = WeightFormat.MODEL) -> Path:
     """Write the same for llama.cpp with the package `gguf`, unless it exists; return the path.
+
+    Coded matrices are in Q8_0 or Q4_0, the embedding, which is also the head, in Q8_0.
 
     Raises:
         ModuleNotFoundError: `gguf` is not installed.
@@ -119,12 +123,15 @@ def write_gguf(path: Path) -> Path:
         tensor = _tensor(source, name, shape)
         if len(shape) == 1:
             writer.add_tensor(_gguf_name(name), tensor.float().numpy())
-        else:
-            writer.add_tensor(
-                _gguf_name(name),
-                tensor.view(torch.uint8).numpy(),
-                raw_dtype=gguf.GGMLQuantizationType.BF16,
-            )
+            continue
+        is_head = name == "embed_tokens"
+        kind = _KINDS[weight_format.of_head if is_head else weight_format]
+        stored = (
+            gguf.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind])
+            if weight_format.is_coded
+            else tensor.view(torch.uint8).numpy()
+        )
+        writer.add_tensor(_gguf_name(name), stored, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

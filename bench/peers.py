@@ -33,6 +33,7 @@ from typing import Protocol
 from bench.engine import HUGE_PAGES, SideProcess
 from bench.peer_files import write_checkpoint, write_gguf
 from bench.report import OtherLoad, Value, render
+from engine.core.numerics import WeightFormat
 from engine.graphs.host_steps import EAGER_FIRST
 
 CONTEXT = 512
@@ -176,6 +177,7 @@ def run(flags: argparse.Namespace) -> dict[str, Value]:
             "--page-size=64",
             f"--max-tokens={max(*PROMPTS, CONTEXT + flags.steps) + 2}",
             f"--numerics={flags.numerics}",
+            f"--weights={flags.weights}",
         ]
         processes = {"baton": ProcessSide("baton", ours, {**environment, **HUGE_PAGES})}
         if flags.vllm_python:
@@ -203,7 +205,9 @@ def run(flags: argparse.Namespace) -> dict[str, Value]:
             sides[name] = side
         if flags.llama_bench:
             sides["llama"] = LlamaSide(
-                flags.llama_bench, write_gguf(flags.folder / "model.gguf"), flags.threads
+                flags.llama_bench,
+                write_gguf(flags.folder / f"{flags.weights}.gguf", flags.weights),
+                flags.threads,
             )
         return measure(sides, turns=flags.turns, steps=flags.steps)
 
@@ -230,8 +234,16 @@ def main() -> int:
         default="exact",
         help="numerics of Baton; default exact",
     )
+    parser.add_argument(
+        "--weights",
+        type=WeightFormat,
+        default=WeightFormat.MODEL,
+        help="int8 beside Q8_0 or int4 beside Q4_0, with llama.cpp only; default bf16",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
+    if flags.vllm_python and flags.weights.is_coded:
+        parser.error("--weights needs --llama-bench alone: vLLM has bf16 here")
     values = run(flags)
     print(
         render(
@@ -240,6 +252,7 @@ def main() -> int:
                 "threads": flags.threads,
                 "context": CONTEXT,
                 "numerics": flags.numerics,
+                "weights": str(flags.weights),
                 "turns": flags.turns,
                 **values,
             },
