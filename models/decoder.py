@@ -127,6 +127,9 @@ class DecoderLayer:
         return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
+_Embedding = Callable[[Tensor], Tensor]  # from token ids [T] to rows [T, hidden]
+
+
 class DecoderStage:
     """A `StageModel` with the layers of `layer_range`, built from `weights`.
 
@@ -160,23 +163,13 @@ class DecoderStage:
         self._ranks = ranks
         self._has_data_ranks = spec.rank.data_size > 1
         self.adapters = weights.adapters
-        self._embed: Callable[[Tensor], Tensor] | None = None
+        self._embed: _Embedding | None = None
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
-            self._head = weights.for_head().linear(
-                name, rows=(spec.vocabulary,), in_features=spec.hidden_size
-            )
-        if (
-            self._is_first
-            and self._is_last
-            and spec.tied_head
-            and not weights.weight_format.is_coded
-        ):
-            self._embed = self._head.weight_rows
-        elif self._is_first:
-            vocabulary = spec.vocabulary
-            own = weights.tensor(EMBEDDING, len(vocabulary), spec.hidden_size, rows=vocabulary)
-            self._embed = partial(embed, table=own)
+            head, width = weights.for_head(), spec.hidden_size
+            self._head = head.linear(name, rows=(spec.vocabulary,), in_features=width)
+        if self._is_first:
+            self._embed = self._embedding(spec, weights)
         self._embedding_scale = torch.tensor(
             spec.embedding_scale, dtype=getattr(torch, facts.dtype)
         ).item()
@@ -200,6 +193,14 @@ class DecoderStage:
         ]
         if self._is_last:
             self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
+
+    def _embedding(self, spec: DecoderSpec, weights: Weights) -> _Embedding:
+        """Return the embedding: a tied head in the model's dtype, or a table."""
+        if self._is_last and spec.tied_head and not weights.weight_format.is_coded:
+            return self._head.weight_rows
+        vocabulary = spec.vocabulary
+        own = weights.tensor(EMBEDDING, len(vocabulary), spec.hidden_size, rows=vocabulary)
+        return partial(embed, table=own)
 
     @property
     def facts(self) -> ModelFacts:
