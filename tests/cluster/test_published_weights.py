@@ -107,13 +107,13 @@ def rendered(turns: list[ChatMessage]) -> str:
 
 def test_logits_are_nearer_to_the_model_than_those_of_transformers(smollm2: Path) -> None:
     """Over text that every CPython has. Ten pieces give 0.9867 and 6.2e-4 (transformers: 0.9767 and
-    1.2e-3), and in eight bits 0.943 and 1.0e-2."""
+    1.2e-3), in eight bits 0.943 and 1.0e-2, and in four, which the file has, 0.956 and 5.4e-3."""
     found = compare(smollm2, subjects_of(smollm2), num_pieces=3)
     exact, theirs = found["baton"], found["transformers"]
     assert exact.agreement >= max(0.975, theirs.agreement)
     assert exact.kl <= min(1e-3, theirs.kl)
     assert exact.perplexity == pytest.approx(found["fp32"].perplexity, rel=5e-3)
-    for name, agreement, divergence in (("int8", 0.92, 2e-2), ("int4", 0.9, 3e-2)):
+    for name, agreement, divergence in (("int8", 0.92, 2e-2), ("int4", 0.93, 1e-2)):
         coded = found[name]
         assert coded.agreement >= agreement
         assert coded.kl <= divergence
