@@ -28,7 +28,7 @@ from engine.kernels.host.codegen.vectors import (
     add_bytes,
     cpu_features,
     in_all_lanes,
-    in_each_lane,
+    widened,
 )
 
 GROUP_TERMS = 32
@@ -58,7 +58,9 @@ def add_group(b, weights, rows, totals):
     """
     is_paired = "+avx2" in cpu_features() and "+avx512vnni" not in cpu_features()
     sums = (_sums_by_pairs if is_paired else _sums)(b, weights, rows)
-    scales, least = _from_bf16(b, weights), _from_bf16(b, weights, at=SCALES_BYTES)
+    scales, offsets = (
+        widened(b, _load(b, weights, ir.VectorType(I16, LANES), at=at)) for at in (0, SCALES_BYTES)
+    )
     fma = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(FLOATS, [FLOATS] * 3), "llvm.fma.v16f32"
     )
@@ -66,14 +68,8 @@ def add_group(b, weights, rows, totals):
     for whole, row, total in zip(sums, rows, totals, strict=True):
         scale, codes = (in_all_lanes(b, _load(b, row, _F32, at=at)) for at in (0, 4))
         product = b.call(fma, [b.sitofp(whole, FLOATS), b.fmul(scales, scale), total])
-        results.append(b.call(fma, [least, codes, product]))
+        results.append(b.call(fma, [offsets, codes, product]))
     return results
-
-
-def _from_bf16(b, weights, *, at=0):
-    """Return numbers of 16 columns as fp32."""
-    shorts = _load(b, weights, ir.VectorType(I16, LANES), at=at)
-    return b.bitcast(b.shl(b.zext(shorts, INTEGERS), in_each_lane(16)), FLOATS)
 
 
 def _sums(b, weights, rows):

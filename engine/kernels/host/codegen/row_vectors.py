@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.host.codegen.softmax_blocks import constant, exp2_to_bf16, to_bf16
 from engine.kernels.host.codegen.strided_loops import Lines, counted
-from engine.kernels.host.codegen.vectors import LANES, in_all_lanes
+from engine.kernels.host.codegen.vectors import LANES, in_all_lanes, widened
 
 _I1 = ir.IntType(1)
 _I16 = ir.IntType(16)
@@ -159,7 +159,7 @@ class _RowNumbers:
             read = b.call(called, [at, _I32(self._bytes), mask, ir.Constant(self._kind, None)])
         if not self._is_short:
             return read
-        return _widened(b, read)
+        return widened(b, read)
 
     def store(self, value, place, mask=None) -> None:
         b = self._b
@@ -177,7 +177,7 @@ class _RowNumbers:
 
     def rounded(self, value):
         """Return the value as it would be loaded after a store."""
-        return _widened(self._b, to_bf16(self._b, value)) if self._is_short else value
+        return widened(self._b, to_bf16(self._b, value)) if self._is_short else value
 
     def _at(self, place):
         b = self._b
@@ -187,13 +187,6 @@ class _RowNumbers:
 
     def _suffix(self) -> str:
         return f"v{LANES}{'i16' if self._is_short else 'f32'}"
-
-
-def _widened(b, shorts):
-    """Convert bf16 to fp32."""
-    return b.bitcast(
-        b.shl(b.zext(shorts, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS
-    )
 
 
 def _for_each(b, start, count, write):

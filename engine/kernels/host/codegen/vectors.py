@@ -126,6 +126,11 @@ def _add_bytes_by_pairs(b, total, weights, values):
     return total
 
 
+def widened(b, shorts):
+    """Return bf16, passed as 16 bits in each lane, as fp32."""
+    return b.bitcast(b.shl(b.zext(shorts, INTEGERS), in_each_lane(16)), FLOATS)
+
+
 def in_each_lane(number: int):
     """Return a constant vector of integers."""
     return ir.Constant(INTEGERS, [number] * LANES)

@@ -1,4 +1,4 @@
-"""4-bit weights: groups of 32 codes with a scale and an offset, times rows of x in groups of 8-bit codes.
+"""4-bit weights: groups of 32 codes with a scale and an offset.
 
 A segment (`packing.Segments`) is divided into groups at multiples of 32 terms of the whole sum. Its
 first and last group may be shorter. So the groups of a file are kept, but for those that two

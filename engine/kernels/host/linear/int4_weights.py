@@ -52,7 +52,7 @@ from engine.kernels.host.codegen.nibbles import (
 )
 from engine.kernels.host.codegen.softmax_blocks import to_bf16
 from engine.kernels.host.codegen.strided_loops import counted, floats, size_of
-from engine.kernels.host.codegen.vectors import FLOATS, INTEGERS, LANES, in_all_lanes, in_each_lane
+from engine.kernels.host.codegen.vectors import FLOATS, INTEGERS, LANES, in_all_lanes, widened
 from engine.kernels.host.linear.int4 import group_bounds
 from engine.kernels.host.linear.int8 import MAGNITUDE, NO_NUMBER_BITS
 from engine.kernels.host.linear.packing import Segments
@@ -296,8 +296,7 @@ def _to_bf16(b, value):
     is_tiny = b.and_(
         b.fcmp_ordered("<", value, _constant(_TINY)), b.fcmp_ordered(">", value, _constant(-_TINY))
     )
-    bits = b.shl(b.zext(to_bf16(b, value), INTEGERS), in_each_lane(16))
-    return b.select(is_tiny, _constant(0.0), b.bitcast(bits, FLOATS))
+    return b.select(is_tiny, _constant(0.0), widened(b, to_bf16(b, value)))
 
 
 def _code(b, value, inverse, offset):

@@ -58,7 +58,7 @@ class PackedWeight:
     """A packed weight, copied from `weight` [N, K] or [H, N, K], bf16 or fp32 on the host.
 
     Attributes:
-        blocks: the packed weight (`packing.pack`).
+        blocks: the packed weight (`packing.pack`, `int8.coded_blocks`, `int4_weights.grouped_blocks`).
         bias: one value for each of the N or H * N outputs, or None.
 
     Args:
