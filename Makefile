@@ -38,7 +38,7 @@ demo: $(DEMO_STAMP) ## start a whole local cluster, ask the shipped model a ques
 # By the first test to call a kernel it would be compiled under a deadline, and by each CPU core but one waited for.
 KERNELS := build/.kernels
 $(KERNELS): $(STAMP) $(shell find engine/kernels/host -name '*.py')
-	@echo "compiling the kernels of this CPU (half a minute the first time)"
+	@echo "compiling the kernels of this CPU (half a minute to two minutes the first time)"
 	@$(BIN)/python -m engine.kernels.host.aot.compile_all
 	@mkdir -p $(@D) && touch $@
 

@@ -6,7 +6,6 @@ block requests its own tensors, so a stage reads only its own bytes.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -64,11 +63,12 @@ class ModelDescription:
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """Return the cache specs of every layer of the whole model, in layer order."""
-        dtype = _torch_dtype(self.facts.dtype)
         return tuple(
             spec
             for layer_id, layer in enumerate(self.spec.layers)
-            for spec in layer.mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype)
+            for spec in layer.mixer.cache_specs(
+                layer_id=layer_id, page_size=page_size, dtype=self.dtype
+            )
         )
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
@@ -149,7 +149,7 @@ class ModelDescription:
             self.checkpoint, self.spec, LayerRange(0, self.spec.num_layers)
         ).items():
             layer = LAYER_NAME.match(name)
-            num_bytes = self._coded_bytes(name, entry.shape)
+            num_bytes = self.coded_bytes(name, entry.shape, self.dtype)
             if layer is not None and int(layer[1]) < len(read):
                 read[int(layer[1])] += num_bytes
             elif name == head and with_head:
@@ -161,18 +161,25 @@ class ModelDescription:
 
         An embedding keeps its dtype, so a head that is tied to it is a separate copy of codes.
         """
-        coded = self._coded_bytes(name, shape)
+        coded = self.coded_bytes(name, shape, self.dtype)
         if name != EMBEDDING or not self.weight_format.is_coded:
             return coded
         is_head = self.spec.tied_head and layers.end == self.spec.num_layers
-        return (
-            math.prod(shape) * _torch_dtype(self.facts.dtype).itemsize if layers.start == 0 else 0
-        ) + (coded if is_head else 0)
+        return (kept_bytes(shape, self.dtype) if layers.start == 0 else 0) + (
+            coded if is_head else 0
+        )
 
-    def _coded_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+    def coded_bytes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Return the bytes of a tensor of this model, or of its draft, in the format of its name."""
         is_head = name in (EMBEDDING, HEAD)
-        format_ = self.weight_format.of_head if is_head else self.weight_format
-        return kept_bytes(shape, _torch_dtype(self.facts.dtype), format_)
+        own = self.weight_format.of_head if is_head else self.weight_format
+        return kept_bytes(shape, dtype, own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of weights that are not coded, and of activations."""
+        found: torch.dtype = getattr(torch, self.facts.dtype)
+        return found
 
     def load_stage(
         self,
@@ -235,7 +242,7 @@ class ModelDescription:
 
     def bytes_of(self, adapter: Adapter) -> int:
         """Return the bytes of the factors of all layers in the model's dtype."""
-        return adapter.num_values * _torch_dtype(self.facts.dtype).itemsize
+        return adapter.num_values * self.dtype.itemsize
 
     def load_adapter(self, stage: DecoderStage, adapter: Adapter, key: str = "") -> None:
         """Load the factors of the stage's layers; the adapter is named by its key.
@@ -262,7 +269,7 @@ class ModelDescription:
         return Weights(
             source,
             prefix="",
-            dtype=_torch_dtype(self.facts.dtype),
+            dtype=self.dtype,
             numerics=numerics,
             device=device,
             parts=source,
@@ -306,7 +313,7 @@ def read_model(path: Path, *, weight_format: WeightFormat = WeightFormat.MODEL) 
     description = replace(
         _describe(raw, spec, checkpoint, ends), notices=notices_of(path, raw, checkpoint)
     )
-    if weight_format.is_coded and not has_kernels(_torch_dtype(description.facts.dtype)):
+    if weight_format.is_coded and not has_kernels(description.dtype):
         raise ConfigError(
             f"weights {weight_format}: there are no such products for models in {description.facts.dtype}, "
             f"only for those in bfloat16 and float32",
@@ -391,8 +398,3 @@ def _has_other_head(checkpoint: Checkpoint) -> bool:
     head = target_entry(checkpoint, HEAD)
     embedding = target_entry(checkpoint, EMBEDDING)
     return head is not None and embedding is not None and not same_content(head, embedding)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

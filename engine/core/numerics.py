@@ -37,8 +37,8 @@ class WeightFormat(StrEnum):
     """The format in which projections keep their weights on the host."""
 
     MODEL = "model"  # the model's dtype
-    INT8 = "int8"  # eight bits a weight
-    INT4 = "int4"  # four bits a weight
+    INT8 = "int8"  # codes of eight bits
+    INT4 = "int4"  # codes of four bits
 
     @property
     def is_coded(self) -> bool:

@@ -18,7 +18,6 @@ from models.blocks.config import (
     read_config_file,
     text_config,
 )
-from models.blocks.kept_bytes import kept_bytes
 from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp, small_model
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
@@ -94,8 +93,8 @@ class DraftDescription:
         """
         dtype: torch.dtype = getattr(torch, dtype_name(self.raw))
         return sum(
-            kept_bytes(entry.shape, dtype, self.target.weight_format)
-            for entry in (self.entries or {}).values()
+            self.target.coded_bytes(name, entry.shape, dtype)
+            for name, entry in (self.entries or {}).items()
         )
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:

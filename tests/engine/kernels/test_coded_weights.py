@@ -369,6 +369,19 @@ def test_weights_of_a_file_in_four_bits_are_kept(
     assert (errors < 0.15 * least).all()
 
 
+@pytest.mark.parametrize("group_terms", [64, 128])
+def test_so_are_those_of_longer_groups(group_terms: int) -> None:
+    """Of which 32 terms may have a few of the codes only."""
+    generator = torch.Generator().manual_seed(5)
+    scales = torch.rand(400, 1, generator=generator) * 0.01 + 0.001
+    codes = torch.randn(400, group_terms, generator=generator).mul_(3).round_().clamp_(-8, 7)
+    stored = (codes * scales).bfloat16().view(-1, 32)
+    kept, own_scales, offsets = kept_codes(stored)
+    found = kept * own_scales[:, None] + offsets[:, None]
+    steps = scales.repeat(1, group_terms // 32).flatten()
+    assert ((found - stored).abs().amax(1) < 0.15 * steps).all()
+
+
 def test_errors_of_four_bits_are_near_the_least_ones() -> None:
     """Beside a search of 900 scales and offsets for each group, and the rules of llama.cpp."""
     values = torch.randn(1600, 32, generator=torch.Generator().manual_seed(4))
