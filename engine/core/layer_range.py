@@ -99,23 +99,16 @@ class TensorRank:
     def data_rank(self) -> int:
         return self.rank // (self.size // self.data_size)
 
+    @property
+    def every(self) -> tuple["TensorRank", ...]:
+        """Return all ranks, including this one."""
+        return tuple(replace(self, rank=rank) for rank in range(self.size))
+
     def part(self, total: int, what: str) -> Part:
-        """Return this rank's part of `total` things that are divided equally.
+        """Return this rank's part of `total` things. The parts differ by at most one thing.
 
-        `what` names the things in errors, with the config's field.
-
-        Raises:
-            ConfigError: the ranks do not divide `total`.
-        """
-        if total % self.size:
-            raise ConfigError(f"--tp {self.size} does not divide the {total} {what}", field="tp")
-        each = total // self.size
-        return Part(self.rank * each, (self.rank + 1) * each, total)
-
-    def share(self, total: int, what: str) -> Part:
-        """Return this rank's part of `total` things that may be divided unequally.
-
-        The first ranks have one more.
+        `what` names the things in errors, with the config's field. If n divides m, each of n ranks
+        has what m / n consecutive ones of m have. The first rank's part is a largest one.
 
         Raises:
             ConfigError: there are fewer things than ranks.
@@ -124,63 +117,49 @@ class TensorRank:
             raise ConfigError(
                 f"--tp {self.size} leaves a rank without any of the {total} {what}", field="tp"
             )
-        each, more = divmod(total, self.size)
-        start = self.rank * each + min(self.rank, more)
-        return Part(start, start + each + (self.rank < more), total)
+        start, stop = (-(-rank * total // self.size) for rank in (self.rank, self.rank + 1))
+        return Part(start, stop, total)
 
-    def shares(self, total: int, what: str) -> tuple[Part, ...]:
-        """Return the `share` of every rank."""
-        return tuple(replace(self, rank=rank).share(total, what) for rank in range(self.size))
+    def parts(self, total: int, what: str) -> tuple[Part, ...]:
+        """Return the `part` of every rank."""
+        return tuple(rank.part(total, what) for rank in self.every)
 
-    def terms(self, total: int, what: str) -> Part:
-        """Return this rank's part of the terms of sums over the ranks.
+    def eighths(self, total: int) -> Part | None:
+        """Return this rank's part of the terms of a sum, in whole eighths of the sum.
 
-        A part is made of whole eighths of the sum; the last rank's may be shorter.
-
-        Raises:
-            ConfigError: a rank would have no terms, or the number of ranks does not divide the
-                eighths.
+        The last rank's part may be shorter. Return None if the number of ranks does not divide the
+        eighths, or a rank would have no terms.
         """
-        if self.size == 1 or not total:
-            return Part.whole(total)
-        if EIGHTHS % self.size:
-            raise ConfigError(
-                f"--tp {self.size}: sums over {total} {what} are computed in eighths, which 2, 4 or 8 ranks can share",
-                field="tp",
-            )
         each = eighth(total) * (EIGHTHS // self.size)
-        if each * (self.size - 1) >= total:
-            raise ConfigError(
-                f"--tp {self.size} leaves a rank without any of the {total} {what}", field="tp"
-            )
+        if EIGHTHS % self.size or each * (self.size - 1) >= total:
+            return None
         return Part(self.rank * each, min((self.rank + 1) * each, total), total)
 
-    def heads(self, count: int, width: int, what: str) -> Part:
-        """Return this rank's part of `count` heads.
+    def terms(self, total: int, what: str) -> Part:
+        """Return this rank's part of values that are the terms of sums.
 
-        The `width` values of each head are terms of sums over the ranks.
+        It consists of eighths of the sum if possible. The ranks can then add up a part each.
 
         Raises:
-            ConfigError: the ranks do not divide the heads, or an eighth of a sum would begin within
-                a head.
+            ConfigError: there are fewer terms than ranks.
         """
-        heads = self.part(count, what)
-        if self.terms(count * width, f"values of the {what}") != heads.times(width):
-            raise ConfigError(
-                f"--tp {self.size}: sums over {count * width} values of the {what} cannot be divided into "
-                f"equal eighths for the ranks; use a multiple of {EIGHTHS_GRID}",
-                field="tp",
-            )
-        return heads
+        if self.size == 1:
+            return Part.whole(total)
+        return self.eighths(total) or self.part(total, what)
 
     def shared_part(self, total: int, what: str) -> Part:
         """Return this rank's part; consecutive ranks share one if there are too few things.
 
         Raises:
-            ConfigError: the ranks do not divide `total`, nor `total` the ranks.
+            ConfigError: there are too few things, and their number does not divide the ranks.
         """
-        if total >= self.size or not total or self.size % total:
+        if total >= self.size:
             return self.part(total, what)
+        if self.size % total:
+            raise ConfigError(
+                f"--tp {self.size} is more than the {total} {what}, and no multiple of them",
+                field="tp",
+            )
         own = self.rank * total // self.size
         return Part(own, own + 1, total)
 

@@ -79,11 +79,13 @@ class CacheSpec:
 
     Ranks of a stage divide a record along `split_axis`; if it is None, each has the whole record.
     The axis consists of `blocks` (their lengths), each of which is divided separately: heads, or a
-    convolution's channels of q, k and v.
+    convolution's channels of q, k and v. Each block consists of `num_units` equal units, which stay
+    whole.
 
     Attributes:
         record_shape: the shape of one page or slot.
         dtype: torch's name of the element type.
+        num_units: the number of units of each block; 0 if every element is a unit.
         may_repeat: consecutive ranks share a part if there are fewer parts than ranks.
     """
 
@@ -96,6 +98,7 @@ class CacheSpec:
     of_draft: bool = False
     split_axis: int | None = None
     blocks: tuple[int, ...] = ()
+    num_units: int = 0
     may_repeat: bool = False
 
     @property
@@ -105,9 +108,12 @@ class CacheSpec:
     def parts(self, rank: TensorRank) -> tuple[Part, ...]:
         """Return the rank's part of each block."""
         divide = rank.shared_part if self.may_repeat else rank.part
-        return tuple(
-            divide(length, f"{self.kind} of layer {self.layer_id}") for length in self.blocks
-        )
+        found = list[Part]()
+        for length in self.blocks:
+            num_units = self.num_units or length
+            units = divide(num_units, f"{self.kind} of layer {self.layer_id}")
+            found.append(units.times(length // num_units))
+        return tuple(found)
 
     def of_rank(self, rank: TensorRank) -> "CacheSpec":
         """Return the spec of one rank's part."""
@@ -116,7 +122,12 @@ class CacheSpec:
         shape = list(self.record_shape)
         parts = self.parts(rank)
         shape[self.split_axis] = sum(map(len, parts))
-        return replace(self, record_shape=tuple(shape), blocks=tuple(map(len, parts)))
+        return replace(
+            self,
+            record_shape=tuple(shape),
+            blocks=tuple(map(len, parts)),
+            num_units=self.num_units * len(parts[0]) // self.blocks[0],
+        )
 
 
 @dataclass(frozen=True)

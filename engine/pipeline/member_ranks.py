@@ -121,4 +121,5 @@ class MemberRanks:
 
 
 def bytes_of(part: Tensor) -> memoryview:
-    return part.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    # Flattened first, because a dimension of one element may have any stride.
+    return part.contiguous().flatten().view(torch.uint8).numpy().data

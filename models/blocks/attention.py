@@ -81,10 +81,15 @@ class AttentionSpec:
 
     @property
     def heads(self) -> Part:
-        """Return this rank's heads of q."""
-        return self.rank.heads(
-            self.num_heads, self.head_dim, "heads of attention (num_attention_heads)"
-        )
+        """Return this rank's heads of q: those that read its heads of k and v."""
+        if self.num_kv_heads >= self.rank.size:
+            return self.kv_heads.times(self.num_heads // self.num_kv_heads)
+        return self.rank.part(self.num_heads, "heads of attention (num_attention_heads)")
+
+    @property
+    def outputs(self) -> tuple[Part, ...]:
+        """Return the output values of each rank's heads."""
+        return tuple(self.of_rank(rank).heads.times(self.head_dim) for rank in self.rank.every)
 
     @property
     def kv_heads(self) -> Part:
@@ -223,7 +228,7 @@ class Attention:
                 bias=spec.qkv_bias,
             )
         self._output = weights.summed(
-            "o_proj", rows=spec.hidden_size, terms=queries, bias=spec.output_bias
+            "o_proj", rows=spec.hidden_size, terms=spec.outputs, bias=spec.output_bias
         )
         self._head_norm: RmsNorm | None = None
         self._whole_norms: list[RmsNorm] = []

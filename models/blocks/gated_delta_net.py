@@ -55,7 +55,7 @@ class GatedDeltaNetSpec:
     shares_selection = False
     weights_name = "linear_attn"
     chunk_grid = 64  # the chunked form has the same bits only if it is cut on its own grid
-    heads_fields = ("linear_num_key_heads", "linear_num_value_heads")  # config fields, for messages
+    heads_field = "linear_num_key_heads"  # the config field of `num_key_heads`, for messages
 
     def __post_init__(self) -> None:
         """Check that the ranks can divide it.
@@ -63,22 +63,25 @@ class GatedDeltaNetSpec:
         Raises:
             ConfigError: they cannot.
         """
-        _ = self.key_heads, self.value_heads
+        _ = self.key_heads
 
     @property
     def key_heads(self) -> Part:
         """Return this rank's key heads."""
         return self.rank.part(
-            self.num_key_heads, f"key heads of GatedDeltaNet ({self.heads_fields[0]})"
+            self.num_key_heads, f"key heads of GatedDeltaNet ({self.heads_field})"
         )
 
     @property
     def value_heads(self) -> Part:
         """Return this rank's value heads: those that its key heads serve."""
-        return self.rank.heads(
-            self.num_value_heads,
-            self.value_head_dim,
-            f"value heads of GatedDeltaNet ({self.heads_fields[1]})",
+        return self.key_heads.times(self.num_value_heads // self.num_key_heads)
+
+    @property
+    def outputs(self) -> tuple[Part, ...]:
+        """Return the output values of each rank's value heads."""
+        return tuple(
+            self.of_rank(rank).value_heads.times(self.value_head_dim) for rank in self.rank.every
         )
 
     @property
@@ -104,6 +107,7 @@ class GatedDeltaNetSpec:
                 kind=CacheKind.CONV,
                 split_axis=1,
                 blocks=self.conv_blocks,
+                num_units=self.num_key_heads,
                 record_shape=(self.conv_kernel - 1, sum(self.conv_blocks)),
                 dtype=str(dtype).split(".")[1],
                 item_bytes=dtype.itemsize,
@@ -116,6 +120,7 @@ class GatedDeltaNetSpec:
                 item_bytes=4,
                 split_axis=0,
                 blocks=(self.num_value_heads,),
+                num_units=self.num_key_heads,
             ),
         )
 
@@ -196,7 +201,7 @@ class GatedDeltaNet:
         self._norm = GatedRmsNorm(
             weight=weights.tensor("norm.weight", spec.value_head_dim), eps=spec.norm_eps
         )
-        self._output = weights.summed("out_proj", rows=spec.hidden_size, terms=values)
+        self._output = weights.summed("out_proj", rows=spec.hidden_size, terms=spec.outputs)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         """Implement `Mixer.forward`."""

@@ -25,7 +25,7 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
     """A layer with as many key heads as value heads, all of one width."""
 
     weights_name = "self_attn"
-    heads_fields = ("num_heads of linear_attn_config",) * 2
+    heads_field = "num_heads of linear_attn_config"
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return KimiDelta(spec=self, weights=weights, layer_id=layer_id)
@@ -89,7 +89,7 @@ class KimiDelta:
         self._norm = GatedRmsNorm(
             weight=weights.tensor("o_norm.weight", head_dim), eps=spec.norm_eps, is_silu=False
         )
-        self._output = weights.summed("o_proj", rows=hidden, terms=channels)
+        self._output = weights.summed("o_proj", rows=hidden, terms=spec.outputs)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         """Implement `Mixer.forward`."""

@@ -212,6 +212,34 @@ class SummedLinear:
         return parts[0] if self._bias is None else parts[0].add_(self._bias)
 
 
+class GatheredLinear:
+    """A linear layer y = x W^T + b of which each rank of a stage has a part of x and of y.
+
+    Every rank gets all of x, and computes whole sums. So the bits are those of one process,
+    wherever x is divided.
+    """
+
+    def __init__(
+        self, own_rows: Linear, ranks: Ranks, *, inputs: Sequence[Part], outputs: Sequence[Part]
+    ) -> None:
+        """Create this rank's part, which has `own_rows` of W and b.
+
+        inputs[r] and outputs[r] are the values of x and of y that rank r has.
+        """
+        self._own_rows = own_rows
+        self._ranks = ranks
+        self._num_inputs = [len(part) for part in inputs]
+        self._num_outputs = [len(part) for part in outputs]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [T, out], the same on every rank, for x [T, part of in] in the weight's dtype."""
+        return self._joined(self._own_rows(self._joined(x, self._num_inputs)), self._num_outputs)
+
+    def _joined(self, columns: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return all ranks' columns, [T, sum(counts)], given this rank's."""
+        return self._ranks.gather(columns.T.contiguous(), counts).T.contiguous()
+
+
 class Activation(StrEnum):
     """The activations of gated feed-forwards, by their names in configs."""
 

@@ -72,9 +72,12 @@ class MlaSpec:
     @property
     def heads(self) -> Part:
         """Return this rank's heads. Every rank has the whole cache and the whole selection."""
-        return self.rank.heads(
-            self.num_heads, self.value_dim, "heads of latent attention (num_attention_heads)"
-        )
+        return self.rank.part(self.num_heads, "heads of latent attention (num_attention_heads)")
+
+    @property
+    def outputs(self) -> tuple[Part, ...]:
+        """Return the output values of each rank's heads."""
+        return tuple(self.of_rank(rank).heads.times(self.value_dim) for rank in self.rank.every)
 
     def of_rank(self, rank: TensorRank) -> "MlaSpec":
         """Implement `MixerSpec.of_rank`."""
@@ -189,9 +192,7 @@ class Mla:
         up = up.view(len(heads), spec.nope_dim + spec.value_dim, spec.latent_dim)
         self._to_latent = HeadwiseLinear(up[:, : spec.nope_dim].transpose(1, 2))
         self._from_latent = HeadwiseLinear(up[:, spec.nope_dim :])
-        self._output = weights.summed(
-            "o_proj", rows=hidden, terms=heads.times(spec.value_dim), bias=spec.bias
-        )
+        self._output = weights.summed("o_proj", rows=hidden, terms=spec.outputs, bias=spec.bias)
         self._indexer: Indexer | None = None
         if spec.indexer is not None:
             self._indexer = Indexer(

@@ -35,14 +35,13 @@ class MlpSpec:
         Raises:
             ConfigError: they cannot.
         """
-        _ = self.width
+        _ = self.widths
 
     @property
-    def width(self) -> Part:
-        """Return this rank's inner values."""
-        return self.rank.terms(
-            self.intermediate_size, f"inner values of a feed-forward ({self.field})"
-        )
+    def widths(self) -> tuple[Part, ...]:
+        """Return the inner values of each rank."""
+        what = f"inner values of a feed-forward ({self.field})"
+        return tuple(rank.terms(self.intermediate_size, what) for rank in self.rank.every)
 
     def of_rank(self, rank: TensorRank) -> "MlpSpec":
         """Implement `FeedForwardSpec.of_rank`."""
@@ -79,16 +78,17 @@ class Mlp:
     expert_tokens = None
 
     def __init__(self, *, spec: MlpSpec, weights: Weights) -> None:
-        width = spec.width
         self._gate_up = weights.gated(
             "gate_proj",
             "up_proj",
-            rows=width,
+            rows=spec.widths[spec.rank.rank],
             in_features=spec.hidden_size,
             bias=spec.bias,
             activation=spec.activation,
         )
-        self._down = weights.summed("down_proj", rows=spec.hidden_size, terms=width, bias=spec.bias)
+        self._down = weights.summed(
+            "down_proj", rows=spec.hidden_size, terms=spec.widths, bias=spec.bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, hidden] for x [T, hidden]."""

@@ -145,7 +145,7 @@ class MoeSpec:
     @property
     def shares(self) -> tuple[Part, ...]:
         """Return the experts of each rank."""
-        return self.rank.shares(self.num_experts, f"experts ({self.experts_field})")
+        return self.rank.parts(self.num_experts, f"experts ({self.experts_field})")
 
     @property
     def shared(self) -> MlpSpec | None:

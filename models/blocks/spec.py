@@ -240,7 +240,7 @@ class DecoderSpec:
     @property
     def vocabularies(self) -> tuple[Part, ...]:
         """Return the vocabulary share of each rank."""
-        return self.rank.shares(self.vocab_size, "tokens of the vocabulary (vocab_size)")
+        return self.rank.parts(self.vocab_size, "tokens of the vocabulary (vocab_size)")
 
     def of_rank(self, rank: TensorRank) -> "DecoderSpec":
         """Return one rank's part of each stage.

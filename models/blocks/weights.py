@@ -24,7 +24,14 @@ from models.blocks.adapted import (
     num_rows,
     stacked,
 )
-from models.blocks.linear import Activation, GatedLinear, Linear, SummedLinear, is_packed
+from models.blocks.linear import (
+    Activation,
+    GatedLinear,
+    GatheredLinear,
+    Linear,
+    SummedLinear,
+    is_packed,
+)
 from models.blocks.low_rank import LowRankUpdates
 from runtime.errors import InternalError
 
@@ -227,29 +234,39 @@ class Weights:
         )
 
     def summed(
-        self, name: str, *, rows: int, terms: Part, bias: bool = False
-    ) -> "Linear | SummedLinear":
+        self, name: str, *, rows: int, terms: Sequence[Part], bias: bool = False
+    ) -> "Linear | SummedLinear | GatheredLinear":
         """Return a projection whose input is divided between the ranks.
 
-        Each rank has the `terms` of every sum.
+        terms[r] are the terms of every sum that rank r has. If they are not eighths of the sum,
+        the ranks exchange them, and each computes whole sums of its part of the rows.
         """
-        if terms.is_whole:
-            return self.linear(name, rows=(rows,), in_features=terms.total, bias=bias)
+        if len(terms) == 1:
+            return self.linear(name, rows=(rows,), in_features=terms[0].total, bias=bias)
         if self.ranks is None:
             raise InternalError(f"{self.prefix}{name} is summed over ranks, but there are none")
-        weight = self._passing(rows, len(terms), self._dtype)
-        self._part_source.read_rows(
-            f"{self.prefix}{name}.weight", weight, [Part.whole(rows)], terms
-        )
+        own_rank = self.ranks.own
+        if any(
+            each.eighths(part.total) != part
+            for each, part in zip(own_rank.every, terms, strict=True)
+        ):
+            outputs = own_rank.parts(rows, f"rows of {self.prefix}{name}")
+            own_rows = self.linear(
+                name, rows=(outputs[own_rank.rank],), in_features=terms[0].total, bias=bias
+            )
+            return GatheredLinear(own_rows, self.ranks, inputs=terms, outputs=outputs)
+        own = terms[own_rank.rank]
+        weight = self._passing(rows, len(own), self._dtype)
+        self._part_source.read_rows(f"{self.prefix}{name}.weight", weight, [Part.whole(rows)], own)
         offsets = self.tensor(f"{name}.bias", rows) if bias else None
         return SummedLinear(
             weight,
             offsets,
             self.ranks,
-            terms=terms,
+            terms=own,
             weight_format=self.weight_format,
             row_scales=self.row_scales(f"{name}.weight", rows),
-            updates=self.updates({name: rows}, terms.total, terms=terms),
+            updates=self.updates({name: rows}, own.total, terms=own),
         )
 
     def row_scales(self, name: str, rows: Rows, *, item: tuple[int, int] | None = None) -> Tensor:

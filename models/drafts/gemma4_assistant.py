@@ -74,7 +74,7 @@ class ReadingAttention:
         self._layer_id = spec.target_layer
         self._queries = weights.linear("q_proj", rows=(width,), in_features=own.hidden_size)
         self._norm = own.qk_norm.build(weights, "q_norm", own.head_dim)
-        self._output = weights.summed("o_proj", rows=own.hidden_size, terms=width)
+        self._output = weights.summed("o_proj", rows=own.hidden_size, terms=own.outputs)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         """Implement `Mixer.forward`."""

@@ -54,8 +54,7 @@ class WorkerConfig(TlsConfig):
         default=1,
         ge=1,
         le=8,
-        description="ranks that share each stage, with equal parts of its weights "
-        "and cache: 1, 2, 4 or 8 (device cpu)",
+        description="ranks that share each stage, dividing its weights and cache (device cpu)",
     )
     ep: int = Field(
         default=0,

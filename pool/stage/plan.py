@@ -131,8 +131,10 @@ def plan_stage(
     draft_bytes = 0 if speculation is None else speculation.weight_bytes
     max_snapshots = _max_snapshots(config, caches) if keeps_states else 0
     divided = place.tensor.attention
-    own = tuple(spec.of_rank(divided) for spec in (*caches.handed, *caches.draft))
-    needs = PoolNeeds(own, held, caches.scratch, num_scratch, draft_bytes, max_snapshots)
+    # No rank has a larger part than the first, and all ranks plan alike.
+    first = divided.every[0]
+    largest = tuple(spec.of_rank(first) for spec in (*caches.handed, *caches.draft))
+    needs = PoolNeeds(largest, held, caches.scratch, num_scratch, draft_bytes, max_snapshots)
     size = plan_pool_size(config, description, ranges, needs, memory)
     layers = ranges[place.pipeline_rank]
     geometry = PoolGeometry(
@@ -159,7 +161,7 @@ class _PlannedCaches:
 
     handed   those of the target, and those of its draft model that are part of the handoff
     draft    those of the draft model that are not
-    scratch  the states of trees, as one rank has them
+    scratch  the states of trees, as the first rank has them
     """
 
     handed: tuple[CacheSpec, ...]
@@ -180,11 +182,11 @@ def _caches_of(
     handed = (*target, *speculation.handed_specs(config.page_size))
     if not speculates:
         return _PlannedCaches(handed)
-    divided = config.placement.tensor.attention
+    first = config.placement.tensor.attention.every[0]
     return _PlannedCaches(
         handed,
         speculation.own_specs(target, config.page_size),
-        speculation.scratch_specs(tuple(spec.of_rank(divided) for spec in target)),
+        speculation.scratch_specs(tuple(spec.of_rank(first) for spec in target)),
     )
 
 

@@ -35,7 +35,7 @@ Memory = Callable[[str], HostMemory]
 class PoolNeeds:
     """The memory needs of a pool.
 
-    specs          all caches of the whole model, as one rank has them
+    specs          all caches of the whole model, as the first rank has them
     max_held       requests that hold memory at the same time
     scratch        records for trees, `num_scratch` of them (see `plan_pools`)
     draft_bytes    weights of the draft model on the last stage

@@ -62,19 +62,28 @@ def test_every_weight_is_what_transformers_reads(gguf: Path, smollm2: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("weights", "decode_pp", "draft"),
-    [("model", 2, ()), ("model", 3, SUFFIX), ("int8", 2, SUFFIX), ("int4", 3, SUFFIX)],
-    ids=["stages", "drafts", "int8", "int4"],
+    ("weights", "tp", "decode_pp", "draft"),
+    [
+        ("model", 1, 2, ()),
+        ("model", 3, 1, ()),
+        ("model", 1, 3, SUFFIX),
+        ("int8", 1, 2, SUFFIX),
+        ("int4", 2, 1, SUFFIX),
+    ],
+    ids=["stages", "ranks", "drafts", "int8", "int4"],
 )
 async def test_it_answers_right_and_with_the_same_bits(
-    smollm2: Path, weights: str, decode_pp: int, draft: tuple[str, ...]
+    smollm2: Path, weights: str, tp: int, decode_pp: int, draft: tuple[str, ...]
 ) -> None:
-    """In the second turn the first one is cached, and suffixes of it are drafted. The two likeliest
-    first tokens about France are a tenth of a nat apart; four bits swap them."""
+    """It has nine heads, three of them of keys and values. In the second turn the first one is cached,
+    and suffixes of it are drafted. The two likeliest first tokens about France are a tenth of a nat
+    apart; four bits swap them."""
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     reference = Reference(smollm2, weight_format=WeightFormat(weights))
     async with running_cluster(
         smollm2,
+        prefill_tp=tp,
+        decode_tp=tp,
         decode_pp=decode_pp,
         worker_flags=("--weights", weights, "--page-size", "16", *draft),
         ready_timeout_s=300,

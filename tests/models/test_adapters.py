@@ -165,6 +165,17 @@ def test_a_hybrid_on_ranks_gives_the_bits_of_one_process(
     assert answers(description, names, 2, 2) == answers(description, names)
 
 
+@pytest.mark.parametrize("tp", [2, 3])
+def test_ranks_whose_heads_differ_give_the_bits_of_one_process(
+    tp: int, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    model = checkpoint("llama_nine_heads", dtype=torch.bfloat16)
+    write_adapter(tmp_path / "a", model, seed=5)
+    write_adapter(tmp_path / "b", model, seed=6, rank=3)
+    description, names = with_adapters(model, tmp_path), ["a", "b", "", "a"]
+    assert answers(description, names, 1, tp) == answers(description, names)
+
+
 def test_adapters_of_a_stage_are_those_of_its_layers(
     adapters: Path, checkpoint: CheckpointMaker
 ) -> None:

@@ -47,6 +47,48 @@ SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
 ]
 
 
+THREE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
+UNEVEN = [  # the same, with parts that differ or are no eighths of sums
+    ({**models.LLAMA, **THREE_HEADS}, "bfloat16", 1, 2, 1),
+    ({**models.LLAMA, **THREE_HEADS}, "float32", 1, 3, 1),
+    ({**models.LLAMA, **THREE_HEADS, "intermediate_size": 18}, "bfloat16", 1, 6, 1),
+    ({**models.QWEN3, **THREE_HEADS, "intermediate_size": 18}, "bfloat16", 2, 4, 2),
+    (
+        {**models.LLAMA, **THREE_HEADS, "attention_bias": True, "mlp_bias": True},
+        "bfloat16",
+        1,
+        3,
+        1,
+    ),
+    ({**models.QWEN3, "num_attention_heads": 4, "head_dim": 10}, "float32", 1, 4, 1),
+    (
+        {**models.HYBRID_MOE, "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        "bfloat16",
+        2,
+        2,
+        1,
+    ),
+    (
+        {**models.QWEN3_NEXT, "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        "float32",
+        1,
+        2,
+        1,
+    ),
+    ({**models.GLM_DSA, "num_attention_heads": 5}, "bfloat16", 1, 3, 1),
+    ({**models.GLM_DSA, "num_attention_heads": 5}, "float32", 1, 6, 2),
+    (
+        {**models.GEMMA4, "num_global_key_value_heads": 3, "num_attention_heads": 12},
+        "float32",
+        1,
+        2,
+        1,
+    ),
+    ({**models.KIMI_LINEAR, "linear_num_heads": 6}, "bfloat16", 1, 4, 1),
+    ({**models.GPT_OSS, **THREE_HEADS, "num_local_experts": 7}, "bfloat16", 1, 3, 1),
+]
+
+
 @pytest.fixture(autouse=True)
 def long_batches_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the limit so that sums of the longest prompt are distributed and those of decode steps
@@ -75,8 +117,12 @@ def answers(
 
 @pytest.mark.parametrize(
     ("config", "dtype", "num_stages", "tp", "dp"),
-    SPLITS,
-    ids=[f"{each[0]['model_type']}-{each[2]}x{each[3]}-data{each[4]}" for each in SPLITS],
+    [*SPLITS, *UNEVEN],
+    ids=[
+        f"{kind}{each[0]['model_type']}-{each[2]}x{each[3]}-data{each[4]}"
+        for kind, splits in (("", SPLITS), ("uneven-", UNEVEN))
+        for each in splits
+    ],
 )
 def test_ranks_and_stages_give_the_bits_of_one_process(
     config: dict[str, object], dtype: str, num_stages: int, tp: int, dp: int
@@ -96,6 +142,8 @@ def test_ranks_and_stages_give_the_bits_of_one_process(
         (models.KIMI_LINEAR, WeightFormat.INT8, 1, 2, 2),
         (models.KIMI_LINEAR, WeightFormat.INT4, 2, 2, 1),
         (models.GPT_OSS, WeightFormat.INT8, 2, 2, 1),
+        ({**models.LLAMA, **THREE_HEADS}, WeightFormat.INT8, 1, 3, 1),
+        ({**models.LLAMA, **THREE_HEADS}, WeightFormat.INT4, 1, 2, 1),
     ],
 )
 def test_so_do_coded_weights(
@@ -204,39 +252,40 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
         (
             models.HYBRID,
             4,
-            r"--tp 4 does not divide the 2 key heads of GatedDeltaNet \(linear_num_key_heads\)",
+            r"--tp 4 leaves a rank without any of the 2 key heads of GatedDeltaNet "
+            r"\(linear_num_key_heads\)",
         ),
         (
-            {**models.QWEN3, "num_attention_heads": 6, "num_key_value_heads": 3},
+            {**models.QWEN3, "num_attention_heads": 3, "num_key_value_heads": 1},
             4,
-            r"does not divide the 6 heads of attention \(num_attention_heads\)",
+            r"without any of the 3 heads of attention \(num_attention_heads\)",
         ),
         (
             {**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3},
-            2,
-            r"does not divide the 3 heads of keys and values \(num_key_value_heads\)",
-        ),
-        (
-            {**models.QWEN3, "num_attention_heads": 4, "head_dim": 10},
-            2,
-            r"sums over 40 values of the heads of attention \(num_attention_heads\) cannot be "
-            r"divided into equal eighths",
-        ),
-        (
-            {**models.QWEN3, "intermediate_size": 18},
             4,
-            r"--tp 4 leaves a rank without any of the 18 inner values of a feed-forward "
+            r"--tp 4 is more than the 3 heads of keys and values \(num_key_value_heads\), and no "
+            r"multiple of them",
+        ),
+        (
+            {**models.GLM_DSA, "num_attention_heads": 2},
+            4,
+            r"2 heads of latent attention \(num_attention_heads\)",
+        ),
+        (
+            {**models.QWEN3, "intermediate_size": 3},
+            4,
+            r"--tp 4 leaves a rank without any of the 3 inner values of a feed-forward "
             r"\(intermediate_size\)",
         ),
         (
-            {**models.LLAMA4, "intermediate_size_mlp": 18},
+            {**models.LLAMA4, "intermediate_size_mlp": 3},
             4,
-            r"18 inner values of a feed-forward \(intermediate_size_mlp\)",
+            r"3 inner values of a feed-forward \(intermediate_size_mlp\)",
         ),
         (
-            {**models.HYBRID_MOE, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 18},
+            {**models.HYBRID_MOE, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 3},
             4,
-            r"18 inner values of a feed-forward \(shared_expert_intermediate_size\)",
+            r"3 inner values of a feed-forward \(shared_expert_intermediate_size\)",
         ),
         (
             {**models.QWEN3_MOE, "num_experts": 3},
@@ -255,12 +304,12 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
         ),
         (
             {**models.GEMMA4, "num_global_key_value_heads": 3, "num_attention_heads": 12},
-            2,
+            4,
             r"3 heads of keys and values \(num_global_key_value_heads\)",
         ),
         (
             {**models.KIMI_LINEAR, "linear_num_heads": 6},
-            4,
+            8,
             r"6 key heads of GatedDeltaNet \(num_heads of linear_attn_config\)",
         ),
         (
@@ -273,15 +322,9 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
             2,
             "a norm over all heads of q",
         ),
-        (
-            {**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 6},
-            3,
-            r"--tp 3: sums over 384 values of the heads of attention \(num_attention_heads\) are "
-            r"computed in eighths, which 2, 4 or 8",
-        ),
     ],
 )
-def test_indivisible_sizes_are_refused_by_name(
+def test_sizes_that_leave_ranks_without_work_are_refused_by_name(
     config: dict[str, object], size: int, says: str
 ) -> None:
     description = tiny(config)

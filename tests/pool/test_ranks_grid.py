@@ -32,6 +32,14 @@ MODELS = {
     "hybrid": ({**HYBRID_MOE, "linear_num_key_heads": 4}, "float32"),
     "dsa": (GLM_DSA, "float32"),
 }
+UNEVEN = {
+    "nine heads": ({**QWEN3, "num_attention_heads": 9, "num_key_value_heads": 3}, "bfloat16"),
+    "six served": (
+        {**HYBRID_MOE, "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        "float32",
+    ),
+    "five latent": ({**GLM_DSA, "num_attention_heads": 5}, "float32"),
+}
 ALL_LAYOUTS = [Layout(pp, tp, dp) for pp, tp, dp in product((1, 2), (1, 2, 4), (1, 2))]
 REFUSED = [layout for layout in ALL_LAYOUTS if layout.dp > layout.tp]
 LAYOUTS = [layout for layout in ALL_LAYOUTS if layout not in REFUSED]
@@ -63,7 +71,7 @@ def requests() -> list[Request]:
 @cache
 def described(model: str) -> ModelDescription:
     torch.set_num_threads(1)
-    return tiny(*MODELS[model])
+    return tiny(*{**MODELS, **UNEVEN}[model])
 
 
 @cache
@@ -106,6 +114,22 @@ def test_layouts_outside_the_grid_are_refused_by_name(layout: Layout) -> None:
         Placement.of(0, layout.pp * layout.tp, layout.tp, layout.dp)
 
 
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "draft"),
+    [
+        ("nine heads", Layout(1, 3, 1), Layout(2, 1, 1), "chain"),
+        ("nine heads", Layout(1, 2, 1), Layout(1, 6, 3), "none"),
+        ("six served", Layout(2, 2, 1), Layout(1, 1, 1), "tree"),
+        ("six served", Layout(1, 1, 1), Layout(1, 2, 1), "tree"),
+        ("five latent", Layout(1, 3, 1), Layout(1, 6, 2), "none"),
+    ],
+)
+def test_uneven_divisions_give_the_bits_of_one_process(
+    model: str, prefill: Layout, decode: Layout, draft: str
+) -> None:
+    check_division(model, prefill, decode, draft)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "prefill", "decode", "draft"),
@@ -120,6 +144,10 @@ def test_layouts_outside_the_grid_are_refused_by_name(layout: Layout) -> None:
 def test_every_division_gives_the_bits_of_one_process(
     model: str, prefill: Layout, decode: Layout, draft: str
 ) -> None:
+    check_division(model, prefill, decode, draft)
+
+
+def check_division(model: str, prefill: Layout, decode: Layout, draft: str) -> None:
     shape = DRAFTS[draft]
     drafting = None if shape is None else Drafting(model, shape)
     speculation = None if drafting is None else Speculation(drafting.build, drafting.shape.nodes)

@@ -19,7 +19,17 @@ FEW_HEADS = CacheSpec(
 CONV = CacheSpec(0, CacheKind.CONV, (3, 32), "float32", 4, split_axis=1, blocks=(8, 8, 16))
 STATE = CacheSpec(0, CacheKind.STATE, (8, 2, 5), "float32", 4, split_axis=0, blocks=(8,))
 LATENT = CacheSpec(0, CacheKind.LATENT, (4, 6), "float32", 4)
+UNEVEN_HEADS = CacheSpec(
+    0, CacheKind.KV, (2, 9, 4, 3), "float32", 4, split_axis=1, blocks=(9,), may_repeat=True
+)
+SERVED_HEADS = CacheSpec(  # two value heads of each of 11 key heads
+    0, CacheKind.STATE, (22, 2, 5), "float32", 4, split_axis=0, blocks=(22,), num_units=11
+)
+UNEVEN_CHANNELS = CacheSpec(
+    0, CacheKind.CONV, (3, 90), "float32", 4, split_axis=1, blocks=(27, 27, 36), num_units=9
+)
 WIDTHS = [(source, dest) for source, dest in product((1, 2, 4, 8), repeat=2)]
+UNEVEN_WIDTHS = [(1, 3), (3, 3), (3, 1), (1, 6), (6, 1), (2, 6), (6, 2), (3, 6), (6, 3)]
 
 
 def kept(record: np.ndarray, spec: CacheSpec, rank: TensorRank) -> np.ndarray:
@@ -36,8 +46,18 @@ def kept(record: np.ndarray, spec: CacheSpec, rank: TensorRank) -> np.ndarray:
     return record.take(index, axis=spec.split_axis)
 
 
-@pytest.mark.parametrize(("source_size", "dest_size"), WIDTHS)
-@pytest.mark.parametrize("spec", [KV, FEW_HEADS, CONV, STATE, LATENT], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "source_size", "dest_size"),
+    [
+        (spec, *widths)
+        for specs, both in (
+            ([KV, FEW_HEADS, CONV, STATE, LATENT], WIDTHS),
+            ([UNEVEN_HEADS, SERVED_HEADS, UNEVEN_CHANNELS], WIDTHS + UNEVEN_WIDTHS),
+            ([KV, CONV, STATE, LATENT], UNEVEN_WIDTHS),
+        )
+        for spec, widths in product(specs, both)
+    ],
+)
 def test_every_byte_arrives_once_at_its_place_s4_8(
     spec: CacheSpec, source_size: int, dest_size: int
 ) -> None:
@@ -78,9 +98,9 @@ def test_channels_of_a_convolution_go_by_their_blocks_s4_8() -> None:
     assert moved(TensorRank(1, 4), TensorRank(0, 2)) == [(0, 2, 2), (2, 6, 2), (4, 12, 4)]
 
 
-def test_heads_that_ranks_cannot_divide_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="--tp 4 does not divide the 6 state of layer 0"):
-        CacheSpec(0, CacheKind.STATE, (6, 2, 5), "float32", 4, split_axis=0, blocks=(6,)).of_rank(
+def test_fewer_heads_than_ranks_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--tp 4 leaves a rank without any of the 3 state of"):
+        CacheSpec(0, CacheKind.STATE, (3, 2, 5), "float32", 4, split_axis=0, blocks=(3,)).of_rank(
             TensorRank(0, 4)
         )
 

@@ -155,6 +155,11 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "llama_nine_heads": _text(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        **{**_LLAMA, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
     "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "rope_parameters": _YARN}),
     "llama_linear": _text(
         "LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "rope_parameters": _LINEAR}
