@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.core.layer_range import LayerRange
+from engine.memory.cache_memory import cleared_cache
 from engine.memory.layout import NULL_INDEX, CacheKind, CacheSpec, PoolGeometry
 from runtime.errors import ConfigError, InternalError
 
@@ -108,6 +109,10 @@ class StagePools:
         return sum(
             spec.record_bytes * self._num_records(spec.kind) for spec in self._specs.values()
         )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over all tensors."""
+        return (tensor for tensors in self._tensors.values() for tensor in tensors.values())
 
     def of_kind(self, kind: CacheKind) -> LayerTensors:
         return LayerTensors(kind, self._geometry.layers, self._tensors[kind])
@@ -215,9 +220,7 @@ class StagePools:
             )
         shape = (self._num_records(spec.kind), *spec.record_shape)
         self._specs[key] = spec
-        self._tensors[spec.kind][spec.layer_id] = torch.zeros(
-            shape, dtype=dtype, device=self._device
-        )
+        self._tensors[spec.kind][spec.layer_id] = cleared_cache(shape, dtype, self._device)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

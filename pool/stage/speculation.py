@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.assembly.backend_set import Backends
 from engine.backends.cpu.attention import CpuAttention
 from engine.core.batch import ForwardBatch
+from engine.memory.cache_memory import cleared_cache
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
 from engine.pipeline.stage_executor import LayerObserver
@@ -71,11 +72,8 @@ def build_drafter(
             pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id]
             if plan.handed
             else (
-                torch.zeros(
-                    geometry.num_pages,
-                    *spec.record_shape,
-                    dtype=getattr(torch, spec.dtype),
-                    device=device,
+                cleared_cache(
+                    (geometry.num_pages, *spec.record_shape), getattr(torch, spec.dtype), device
                 )
             )
         )

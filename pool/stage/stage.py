@@ -11,6 +11,7 @@ from engine.assembly.backend_set import Backends, StageBackends, StageCaches, bu
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.numerics import HOST, Numerics
 from engine.graphs.runner import Replays
+from engine.memory.cache_memory import allocate_in_background
 from engine.memory.heap import keep_freed_memory
 from engine.memory.pools import StagePools
 from engine.pipeline.overlap import Overlap
@@ -111,6 +112,8 @@ def build_stage(
         reader = role_drafter(speculation, drafter, observer, speculates=speculates)
     grammars, disk = _grammars(config, plan.description.facts), _disk(config, pools)
     agent.start()  # last, so that an error above leaves no thread running
+    if device == HOST:
+        allocate_in_background(pools.tensors())
     return Stage(
         plan,
         pools,
