@@ -164,23 +164,24 @@ class Stretch(NamedTuple):
 def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[Stretch, ...] | None:
     """Return the stretches of each record that a source rank sends to a destination rank.
 
-    They are in the order of the source's bytes; None means the whole record. The number of ranks of
-    one side must divide that of the other. Each byte has one writer. Of several source ranks with
-    the same bytes, it is the first one that sends to this destination.
+    They are in the order of the source's bytes; None means the whole record. Each byte has one
+    writer. Of several source ranks with the same bytes, it is the first one from the source rank on
+    that is opposite of the destination's.
     """
     if spec.of_draft:
         return None if source.rank == dest.rank == 0 else ()
-    if source.size == dest.size:
-        return None if source.rank == dest.rank else ()
-    wide, narrow = (source, dest) if source.size > dest.size else (dest, source)
-    if wide.rank * narrow.size // wide.size != narrow.rank:
-        return ()
-    first = dest.rank * source.size // dest.size
+    opposite = dest.rank * source.size // dest.size
     if spec.split_axis is None:
-        return None if source.rank == first else ()
+        return None if source.rank == opposite else ()
     own = spec.parts(source)
     wanted = spec.parts(dest)
-    if any(spec.parts(TensorRank(rank, source.size)) == own for rank in range(first, source.rank)):
+    if not any(
+        given.start < taken.stop and taken.start < given.stop
+        for given, taken in zip(own, wanted, strict=True)
+    ):
+        return ()
+    same = [rank.rank for rank in source.every if spec.parts(rank) == own]
+    if source.rank != next((rank for rank in same if rank >= opposite), same[-1]):
         return ()
     if own == wanted:
         return None

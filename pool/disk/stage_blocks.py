@@ -201,9 +201,6 @@ class StageBlocks:
 
     def _divides(self, size: int, content: Content) -> bool:
         """Return whether files of stages with this number of ranks can be used here."""
-        own = self._part.tensor.size
-        if max(size, own) % min(size, own):
-            return False
         try:
             _ = self._layout(content, StagePart(self._part.layers, TensorRank(0, size))).of_part
         except ConfigError:

@@ -101,7 +101,7 @@ async def test_four_ranks_divide_odd_vocabularies_widths_and_experts(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [((1, 3), (2, 3)), ((2, 2), (1, 1)), ((1, 1), (2, 2))], ids=str
+    ("prefill", "decode"), [((1, 3), (2, 3)), ((2, 2), (1, 1)), ((1, 2), (1, 3))], ids=str
 )
 async def test_ranks_divide_three_heads_of_keys_unevenly(
     tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int]

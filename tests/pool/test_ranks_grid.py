@@ -32,10 +32,11 @@ MODELS = {
     "hybrid": ({**HYBRID_MOE, "linear_num_key_heads": 4}, "float32"),
     "dsa": (GLM_DSA, "float32"),
 }
-UNEVEN = {
-    "nine heads": ({**QWEN3, "num_attention_heads": 9, "num_key_value_heads": 3}, "bfloat16"),
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
+UNEVEN: dict[str, tuple[dict[str, object], str]] = {
+    "nine heads": ({**QWEN3, **NINE_HEADS}, "bfloat16"),
     "six served": (
-        {**HYBRID_MOE, "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        {**HYBRID_MOE, **NINE_HEADS, "linear_num_key_heads": 3, "linear_num_value_heads": 6},
         "float32",
     ),
     "five latent": ({**GLM_DSA, "num_attention_heads": 5}, "float32"),
@@ -119,9 +120,11 @@ def test_layouts_outside_the_grid_are_refused_by_name(layout: Layout) -> None:
     [
         ("nine heads", Layout(1, 3, 1), Layout(2, 1, 1), "chain"),
         ("nine heads", Layout(1, 2, 1), Layout(1, 6, 3), "none"),
+        ("nine heads", Layout(1, 2, 1), Layout(2, 3, 1), "chain"),
+        ("six served", Layout(1, 3, 1), Layout(1, 2, 1), "tree"),
         ("six served", Layout(2, 2, 1), Layout(1, 1, 1), "tree"),
         ("six served", Layout(1, 1, 1), Layout(1, 2, 1), "tree"),
-        ("five latent", Layout(1, 3, 1), Layout(1, 6, 2), "none"),
+        ("five latent", Layout(1, 3, 1), Layout(1, 4, 1), "none"),
     ],
 )
 def test_uneven_divisions_give_the_bits_of_one_process(

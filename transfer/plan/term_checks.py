@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from engine.core.layer_range import TensorRank
 from engine.memory.layout import CacheSpec
-from runtime.errors import IncompatiblePeerError
+from runtime.errors import ConfigError, IncompatiblePeerError
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 
 _MAX_SHOWN = 64  # stages in a message
@@ -70,11 +71,8 @@ def check_slots(
             )
 
 
-def check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> int:
-    """Check that every caching layer is on exactly one stage, on each of its ranks.
-
-    Returns the number of ranks.
-    """
+def check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> None:
+    """Check that every caching layer is on exactly one stage, and divided between its ranks."""
     sizes = {stage.tensor.size for stage in stages}
     if len(sizes) != 1:
         raise IncompatiblePeerError(
@@ -96,4 +94,9 @@ def check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[Cac
                 f"{side}.stages {found}: layer {layer_id} is on {owners[wrong[0]]} stages, "
                 f"not on one"
             )
-    return size
+    forms = {(spec.kind, spec.blocks): spec for spec in specs if spec.split_axis is not None}
+    for spec in forms.values():
+        try:
+            spec.parts(TensorRank(0, size))
+        except ConfigError as error:
+            raise IncompatiblePeerError(f"{side}.stages: {error}") from None

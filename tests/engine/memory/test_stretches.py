@@ -28,8 +28,7 @@ SERVED_HEADS = CacheSpec(  # two value heads of each of 11 key heads
 UNEVEN_CHANNELS = CacheSpec(
     0, CacheKind.CONV, (3, 90), "float32", 4, split_axis=1, blocks=(27, 27, 36), num_units=9
 )
-WIDTHS = [(source, dest) for source, dest in product((1, 2, 4, 8), repeat=2)]
-UNEVEN_WIDTHS = [(1, 3), (3, 3), (3, 1), (1, 6), (6, 1), (2, 6), (6, 2), (3, 6), (6, 3)]
+WIDTHS = list(product((1, 2, 4, 8), repeat=2))
 
 
 def kept(record: np.ndarray, spec: CacheSpec, rank: TensorRank) -> np.ndarray:
@@ -50,12 +49,18 @@ def kept(record: np.ndarray, spec: CacheSpec, rank: TensorRank) -> np.ndarray:
     ("spec", "source_size", "dest_size"),
     [
         (spec, *widths)
-        for specs, both in (
-            ([KV, FEW_HEADS, CONV, STATE, LATENT], WIDTHS),
-            ([UNEVEN_HEADS, SERVED_HEADS, UNEVEN_CHANNELS], WIDTHS + UNEVEN_WIDTHS),
-            ([KV, CONV, STATE, LATENT], UNEVEN_WIDTHS),
+        for spec in (
+            KV,
+            FEW_HEADS,
+            CONV,
+            STATE,
+            LATENT,
+            UNEVEN_HEADS,
+            SERVED_HEADS,
+            UNEVEN_CHANNELS,
         )
-        for spec, widths in product(specs, both)
+        for widths in product((1, 2, 3, 4, 6, 8), repeat=2)
+        if spec is not FEW_HEADS or 3 not in widths
     ],
 )
 def test_every_byte_arrives_once_at_its_place_s4_8(

@@ -1,6 +1,7 @@
 """Pools of a small hybrid model with known bytes, on stages and ranks of any number."""
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +52,10 @@ def part_of(spec: CacheSpec, record: torch.Tensor, tensor: TensorRank) -> torch.
         return record
     pieces, start = [], 0
     for length in spec.blocks:
-        each = length // tensor.size
-        first = start + tensor.rank * each
-        pieces.append(record.narrow(spec.split_axis, first, each))
+        first, last = (
+            math.ceil(rank * length / tensor.size) for rank in (tensor.rank, tensor.rank + 1)
+        )
+        pieces.append(record.narrow(spec.split_axis, start + first, last - first))
         start += length
     return torch.cat(pieces, spec.split_axis)
 

@@ -12,7 +12,7 @@ from pool.disk.stage_blocks import BlockMove
 from tests.pool.disk.caches import fill, holds, layout, stage
 
 NAMES = tuple(bytes([number]) * 16 for number in range(1, 4))
-SIZES = list(itertools.product((1, 2, 3), (1, 2, 4)))
+SIZES = list(itertools.product((1, 2, 3), (1, 2, 3, 4)))
 Parts = Sequence[tuple[LayerRange, TensorRank]]
 
 

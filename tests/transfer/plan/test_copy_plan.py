@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
 from tests.support.transfer.handoff import hybrid_specs
@@ -205,6 +205,54 @@ def test_a_lane_without_common_layers_is_empty() -> None:
     destination = destination_of(source, (1,), specs, cuts={2})
     assert plan_lane(source, destination, specs, 0, 1) == ()
     assert [lane.source_stage for lane in CopyPlan(source, destination, specs).lanes_to(1)] == [1]
+
+
+def ranks_of(size: int) -> tuple[StageEndpoint, ...]:
+    """Return one stage of four layers and `size` ranks."""
+    return tuple(
+        StageEndpoint(LayerRange(0, 4), b"address", f"process-{rank}", TensorRank(rank, size))
+        for rank in range(size)
+    )
+
+
+THREE_HEADS = CacheSpec(
+    1, CacheKind.KV, (2, 3, PAGE_SIZE, 8), "bfloat16", 2, split_axis=1, blocks=(3,), may_repeat=True
+)
+
+
+@pytest.mark.parametrize(("source_size", "dest_size"), [(2, 3), (3, 2), (1, 3), (6, 2), (3, 6)])
+def test_ranks_of_any_two_numbers_exchange_every_head_once(
+    source_size: int, dest_size: int
+) -> None:
+    source = replace(terms((1, 2, 3), 9), stages=ranks_of(source_size), slot_id=0)
+    destination = plan_destination(
+        source,
+        session_id="s",
+        epoch=0,
+        tag_base=TAG_BASE,
+        key=new_key(),
+        page_ids=(4, 5, 6),
+        slot_id=0,
+        stages=ranks_of(dest_size),
+        specs=(THREE_HEADS,),
+    )
+    plan = CopyPlan(source, destination, (THREE_HEADS,))
+    sent = [lane for stage in range(source_size) for lane in plan.lanes_from(stage)]
+    for dest in range(dest_size):
+        lanes = plan.lanes_to(dest)
+        assert list(lanes) == [lane for lane in sent if lane.dest_stage == dest]
+        own = THREE_HEADS.of_rank(TensorRank(dest, dest_size))
+        assert sum(item.num_bytes for lane in lanes for item in lane.items) == 3 * own.record_bytes
+        tags = [lane.tag(index) for lane in lanes for index in range(len(lane.items) + 1)]
+        assert len(set(tags)) == len(tags)
+
+
+def test_more_ranks_than_heads_are_refused_with_their_side() -> None:
+    source = replace(terms((1, 2, 3), 9), stages=ranks_of(4))
+    with pytest.raises(
+        IncompatiblePeerError, match=r"source\.stages: --tp 4 is more than the 3 kv"
+    ):
+        destination_of(source, (4, 5, 6), (THREE_HEADS,))
 
 
 @pytest.mark.parametrize(
