@@ -7,7 +7,6 @@ import ctypes
 import errno
 import logging
 import math
-import mmap
 import os
 import threading
 import time
@@ -15,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from engine.core.huge_pages import map_memory
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,7 @@ def cleared_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(*shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    return torch.frombuffer(map_memory(num_bytes), dtype=dtype).view(*shape)
 
 
 def allocate_in_background(caches: Iterable[Tensor]) -> threading.Thread:

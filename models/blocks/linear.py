@@ -19,6 +19,7 @@ from engine.core.layer_range import EIGHTHS, Part, eighth
 from engine.core.numerics import WeightFormat, gelu, silu
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
+from engine.kernels.host.linear.weight_memory import Allocate
 from engine.kernels.plain_product import plain_product
 from models.blocks.low_rank import LowRankUpdates, index_tensor
 
@@ -45,10 +46,12 @@ class Linear:
         weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
         updates: LowRankUpdates | None = None,
+        allocate: Allocate = torch.empty,
     ) -> None:
         """Create the layer.
 
-        Packed weights are kept in `weight_format`. For `row_scales` see `PackedWeight`.
+        Packed weights are kept in `weight_format`. For `row_scales` and `allocate` see
+        `PackedWeight`.
         `updates` are those of adapters.
         """
         if biases and len(biases) != len(weights):
@@ -61,7 +64,12 @@ class Linear:
         self.packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
             self.packed = PackedWeight(
-                weight, bias, Team(), weight_format=weight_format, row_scales=row_scales
+                weight,
+                bias,
+                Team(),
+                weight_format=weight_format,
+                row_scales=row_scales,
+                allocate=allocate,
             )
         else:
             self._weight = weight.contiguous()
@@ -157,11 +165,12 @@ class SummedLinear:
         weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
         updates: LowRankUpdates | None = None,
+        allocate: Allocate = torch.empty,
     ) -> None:
         """Create this rank's part.
 
         `bias` is [out] or None, the same on every rank. `terms` are this rank's of the whole sum.
-        `weight_format`, `row_scales` and `updates` are as in `Linear`.
+        `weight_format`, `row_scales`, `updates` and `allocate` are as in `Linear`.
         """
         self._updates = updates
         self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(terms.total)
@@ -178,6 +187,7 @@ class SummedLinear:
                 first_term=terms.start,
                 weight_format=weight_format,
                 row_scales=row_scales,
+                allocate=allocate,
             )
         else:
             self._weight = weight
@@ -329,11 +339,11 @@ class GroupedLinear:
 class HeadwiseLinear:
     """One matrix per head. `weight` is [heads, out, in]."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, allocate: Allocate = torch.empty) -> None:
         self._out_features = weight.shape[1]
         self.packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
-            self.packed = PackedWeight(weight, None, Team())
+            self.packed = PackedWeight(weight, None, Team(), allocate=allocate)
         else:
             self._weight = weight.contiguous()
 

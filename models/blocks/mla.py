@@ -190,8 +190,10 @@ class Mla:
         rows = heads.times(spec.nope_dim + spec.value_dim)
         up = weights.tensor("kv_b_proj.weight", len(rows), spec.latent_dim, rows=rows)
         up = up.view(len(heads), spec.nope_dim + spec.value_dim, spec.latent_dim)
-        self._to_latent = HeadwiseLinear(up[:, : spec.nope_dim].transpose(1, 2))
-        self._from_latent = HeadwiseLinear(up[:, spec.nope_dim :])
+        self._to_latent = HeadwiseLinear(
+            up[:, : spec.nope_dim].transpose(1, 2), allocate=weights.allocate
+        )
+        self._from_latent = HeadwiseLinear(up[:, spec.nope_dim :], allocate=weights.allocate)
         self._output = weights.summed("o_proj", rows=hidden, terms=spec.outputs, bias=spec.bias)
         self._indexer: Indexer | None = None
         if spec.indexer is not None:

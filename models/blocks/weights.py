@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.contracts.model import Ranks
 from engine.core.layer_range import Part
 from engine.core.numerics import HOST, Numerics, WeightFormat
+from engine.kernels.host.linear.weight_memory import Allocate, WeightMemory
 from models.blocks.adapted import (
     Arranged,
     Projection,
@@ -78,9 +79,11 @@ class _PackingMemory:
     """Reused memory for matrices that are read before they are packed, one after another.
 
     Separate memory for each matrix would be allocated and freed in pieces that the allocator keeps.
+    `packed` is the memory of the packed ones.
     """
 
     def __init__(self) -> None:
+        self.packed = WeightMemory()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -125,6 +128,11 @@ class Weights:
         self._staging = staging or _PackingMemory()
         self.device = device
         self.weight_format = weight_format
+
+    @property
+    def allocate(self) -> Allocate:
+        """Return the allocator of packed weights."""
+        return self._staging.packed.empty
 
     def at(self, part: str) -> "Weights":
         found = copy(self)
@@ -267,6 +275,7 @@ class Weights:
             weight_format=self.weight_format,
             row_scales=self.row_scales(f"{name}.weight", rows),
             updates=self.updates({name: rows}, own.total, terms=own),
+            allocate=self.allocate,
         )
 
     def row_scales(self, name: str, rows: Rows, *, item: tuple[int, int] | None = None) -> Tensor:
@@ -354,6 +363,7 @@ class Weights:
             weight_format=self.weight_format,
             row_scales=row_scales,
             updates=updates,
+            allocate=self.allocate,
         )
 
     def gated(

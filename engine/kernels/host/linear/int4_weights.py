@@ -56,6 +56,7 @@ from engine.kernels.host.codegen.vectors import FLOATS, INTEGERS, LANES, in_all_
 from engine.kernels.host.linear.int4 import group_bounds
 from engine.kernels.host.linear.int8 import MAGNITUDE, NO_NUMBER_BITS
 from engine.kernels.host.linear.packing import Segments
+from engine.kernels.host.linear.weight_memory import Allocate
 
 # Numbers of steps of a group's range, and codes of its lowest weight, about the middle of all codes.
 _COVERINGS = (
@@ -94,16 +95,17 @@ _ARGUMENTS = record(
 )
 
 
-def grouped_blocks(weight: Tensor, segments: Segments, team: Team) -> Tensor:
+def grouped_blocks(
+    weight: Tensor, segments: Segments, team: Team, allocate: Allocate = torch.empty
+) -> Tensor:
     """Code and pack weight [N, K], bf16 or fp32, where K is the number of the segments' terms.
 
     The result is [1, ceil(N/16), groups, GROUP_BYTES] uint8.
     """
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     num_blocks = -(-len(weight) // LANES)
-    blocks = torch.empty(
-        1, num_blocks, segments.count * segments.steps, GROUP_BYTES, dtype=torch.uint8
-    )
+    shape = 1, num_blocks, segments.count * segments.steps, GROUP_BYTES
+    blocks = allocate(shape, dtype=torch.uint8)
     launch_integers(
         blocks_for(weight.dtype),
         num_blocks,

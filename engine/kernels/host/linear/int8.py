@@ -48,6 +48,7 @@ from engine.kernels.host.codegen.functions import fma
 from engine.kernels.host.codegen.strided_loops import size_of
 from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, LANES, in_all_lanes
 from engine.kernels.host.linear.packing import SEGMENTS, Segments, pack
+from engine.kernels.host.linear.weight_memory import Allocate
 
 _HIGHEST_CODE = np.float32(127.0)
 # The bits of 2^-100, and of infinity; the bits of NaN are above.
@@ -134,7 +135,11 @@ def coded(x: Tensor, segments: Segments, team: Team, row_scales: Tensor | None =
 
 
 def coded_blocks(
-    weight: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None
+    weight: Tensor,
+    segments: Segments,
+    team: Team,
+    row_scales: Tensor | None = None,
+    allocate: Allocate = torch.empty,
 ) -> CodedBlocks:
     """Code and pack weight [N, K], bf16 or fp32, where K is the number of the segments' terms.
 
@@ -143,7 +148,8 @@ def coded_blocks(
     num_blocks = -(-len(weight) // LANES)
     num_steps = segments.count * segments.steps
     packed = CodedBlocks(
-        torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES)
+        allocate((1, num_blocks, num_steps, LANES), dtype=torch.float32),
+        allocate((num_blocks, segments.count, LANES), dtype=torch.float32),
     )
     # Four codes are moved as one 32-bit number.
     words = Segments(num_steps, torch.float32, 1, segments.count, segment_terms=segments.steps)

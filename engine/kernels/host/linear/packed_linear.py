@@ -39,6 +39,7 @@ from engine.kernels.host.linear.packed_linear_kernel import (
     terms_of,
 )
 from engine.kernels.host.linear.packing import SEGMENTS, Segments, arranged, pack
+from engine.kernels.host.linear.weight_memory import Allocate
 from engine.kernels.host.linear.work_shares import share_out, share_out_tiles
 from engine.kernels.host.tokens.row_ops import apart, rows_for_product
 from runtime.errors import InternalError
@@ -68,6 +69,7 @@ class PackedWeight:
         first_term: the place of the first term in the longer sum.
         weight_format: store a single matrix as codes of 8 or 4 bits.
         row_scales: [N], the rows' own scales for 8 bits; 0 for rows without one.
+        allocate: the allocator of the packed weight.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class PackedWeight:
         first_term: int = 0,
         weight_format: WeightFormat = WeightFormat.MODEL,
         row_scales: Tensor | None = None,
+        allocate: Allocate = torch.empty,
     ) -> None:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
@@ -98,11 +101,13 @@ class PackedWeight:
         )
         self.scales: Tensor | None = None
         if weight_format is WeightFormat.INT4:
-            self.blocks = grouped_blocks(weight, self.segments, team)
+            self.blocks = grouped_blocks(weight, self.segments, team, allocate)
         elif weight_format is WeightFormat.INT8:
-            self.blocks, self.scales = coded_blocks(weight, self.segments, team, row_scales)
+            self.blocks, self.scales = coded_blocks(
+                weight, self.segments, team, row_scales, allocate
+            )
         else:
-            self.blocks = pack(matrices, self.segments, team)
+            self.blocks = pack(matrices, self.segments, team, allocate)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self.addresses = _address(self.blocks), _address(self.bias), _address(self.scales)
         self._tiled, self._team = tiled, team

@@ -34,6 +34,7 @@ from engine.kernels.host.codegen.lane_shuffles import turn
 from engine.kernels.host.codegen.nibbles import GROUP_BYTES, GROUP_TERMS, ROW_GROUP_BYTES
 from engine.kernels.host.codegen.strided_loops import size_of
 from engine.kernels.host.codegen.vectors import BLOCK_STEP_BYTES, LANES, WORD_BYTES
+from engine.kernels.host.linear.weight_memory import Allocate
 
 SEGMENTS = EIGHTHS
 
@@ -199,7 +200,9 @@ def _arrange_rows(pointer, stored):
         count_up(pointer, DONE)
 
 
-def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
+def pack(
+    weight: Tensor, segments: Segments, team: Team, allocate: Allocate = torch.empty
+) -> Tensor:
     """Pack weight [H, N, K], bf16 or fp32, on the host; K is the number of the segments' terms.
 
     The result is [H, ceil(N/16), S, 16, 2] bf16 or [H, ceil(N/16), S, 16] fp32 for the S steps of
@@ -214,7 +217,7 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
         strides = [stride * source.element_size() for stride in source.stride()]
     num_blocks = -(-num_rows // LANES)
     shape = (num_matrices, num_blocks, segments.count * segments.steps, LANES)
-    out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
+    out = allocate((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
     if out.numel():
         launch(
             compiled(),
