@@ -14,7 +14,6 @@ def map_memory(num_bytes: int) -> mmap.mmap:
         OSError: the address space, or the memory that the kernel may promise, is exhausted.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(AttributeError, OSError):  # another system, or a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
