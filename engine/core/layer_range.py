@@ -105,10 +105,9 @@ class TensorRank:
         return tuple(replace(self, rank=rank) for rank in range(self.size))
 
     def part(self, total: int, what: str) -> Part:
-        """Return this rank's part of `total` things. The parts differ by at most one thing.
+        """Return this rank's part of `total` things. The first ranks may have one more.
 
-        `what` names the things in errors, with the config's field. If n divides m, each of n ranks
-        has what m / n consecutive ones of m have. The first rank's part is a largest one.
+        `what` names the things in errors, with the config's field.
 
         Raises:
             ConfigError: there are fewer things than ranks.
@@ -117,8 +116,9 @@ class TensorRank:
             raise ConfigError(
                 f"--tp {self.size} leaves a rank without any of the {total} {what}", field="tp"
             )
-        start, stop = (-(-rank * total // self.size) for rank in (self.rank, self.rank + 1))
-        return Part(start, stop, total)
+        each, more = divmod(total, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return Part(start, start + each + (self.rank < more), total)
 
     def parts(self, total: int, what: str) -> tuple[Part, ...]:
         """Return the `part` of every rank."""

@@ -81,10 +81,16 @@ class AttentionSpec:
 
     @property
     def heads(self) -> Part:
-        """Return this rank's heads of q: those that read its heads of k and v."""
+        """Return this rank's heads of q, which read its heads of k and v."""
+        readers = self.num_heads // self.num_kv_heads
         if self.num_kv_heads >= self.rank.size:
-            return self.kv_heads.times(self.num_heads // self.num_kv_heads)
-        return self.rank.part(self.num_heads, "heads of attention (num_attention_heads)")
+            return self.kv_heads.times(readers)
+        what = "heads of attention (num_attention_heads)"
+        _ = self.rank.part(self.num_heads, what)  # raises if there are fewer heads than ranks
+        start = self.kv_heads.start * readers
+        sharing = self.rank.size // self.num_kv_heads
+        own = TensorRank(self.rank.rank % sharing, sharing).part(readers, what)
+        return Part(start + own.start, start + own.stop, self.num_heads)
 
     @property
     def outputs(self) -> tuple[Part, ...]:

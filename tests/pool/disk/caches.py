@@ -1,7 +1,6 @@
 """Pools of a small hybrid model with known bytes, on stages and ranks of any number."""
 
 import itertools
-import math
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +51,8 @@ def part_of(spec: CacheSpec, record: torch.Tensor, tensor: TensorRank) -> torch.
         return record
     pieces, start = [], 0
     for length in spec.blocks:
-        first, last = (
-            math.ceil(rank * length / tensor.size) for rank in (tensor.rank, tensor.rank + 1)
-        )
-        pieces.append(record.narrow(spec.split_axis, start + first, last - first))
+        block = record.narrow(spec.split_axis, start, length)
+        pieces.append(block.tensor_split(tensor.size, spec.split_axis)[tensor.rank])
         start += length
     return torch.cat(pieces, spec.split_axis)
 
