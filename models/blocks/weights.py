@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import Ranks
+from engine.core.huge_pages import map_memory
 from engine.core.layer_range import Part
 from engine.core.numerics import HOST, Numerics, WeightFormat
 from engine.kernels.host.linear.weight_memory import Allocate, WeightMemory
@@ -78,7 +79,8 @@ class PartSource(WeightSource, Protocol):
 class _PackingMemory:
     """Reused memory for matrices that are read before they are packed, one after another.
 
-    Separate memory for each matrix would be allocated and freed in pieces that the allocator keeps.
+    Separate memory for each matrix, or memory of the heap, would be freed in pieces that the
+    allocator keeps.
     `packed` is the memory of the packed ones.
     """
 
@@ -91,7 +93,7 @@ class _PackingMemory:
         num_bytes = rows * columns * dtype.itemsize
         if len(self._memory) < num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # released before more is reserved
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._memory = torch.frombuffer(map_memory(num_bytes), dtype=torch.uint8)
         return self._memory[:num_bytes].view(dtype).view(rows, columns)
 
 

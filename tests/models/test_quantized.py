@@ -18,6 +18,7 @@ from engine.core.numerics import Numerics, WeightFormat
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedWeight
 from engine.kernels.host.linear.packing import SEGMENTS
+from engine.kernels.host.linear.weight_memory import Allocate
 from models import quantized
 from models.blocks import linear
 from models.blocks.config import RawConfig
@@ -169,6 +170,7 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
             segment_terms: int | None = None,
             weight_format: WeightFormat = WeightFormat.MODEL,
             row_scales: Tensor | None = None,
+            allocate: Allocate = torch.empty,
         ) -> None:
             super().__init__(
                 weight,
@@ -178,6 +180,7 @@ def test_eight_bits_keep_the_scales_that_a_row_has(
                 segment_terms=segment_terms,
                 weight_format=weight_format,
                 row_scales=row_scales,
+                allocate=allocate,
             )
             if row_scales is not None:
                 kept.append(row_scales)

@@ -38,14 +38,14 @@ def test_a_block_is_released_with_its_last_tensor(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(mmap, "mmap", created)
     memory = WeightMemory()
-    first, second = (memory.empty((40, MIB), dtype=torch.int8)[5:] for _ in range(2))
-    third = memory.empty((20, MIB), dtype=torch.int8)
+    first, second = (memory.empty((100, MIB), dtype=torch.int8)[5:] for _ in range(2))
+    third = memory.empty((80, MIB), dtype=torch.int8)
     assert len(blocks) == 2
     del memory, second
     assert [block() is None for block in blocks] == [False, False]
     del first
     assert [block() is None for block in blocks] == [True, False]
-    third.fill_(1)
+    third[-1].fill_(1)
 
 
 @pytest.mark.parametrize("weight_format", WeightFormat)

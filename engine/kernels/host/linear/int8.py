@@ -160,7 +160,7 @@ def coded_blocks(
         )
         codes.view(torch.uint8).bitwise_xor_(_SIGN_BIT)
         blocks = slice(first // LANES, -(-(first + len(codes)) // LANES))
-        packed.blocks[:, blocks] = pack(codes.view(torch.float32)[None], words, team)
+        pack(codes.view(torch.float32)[None], words, team, out=packed.blocks[:, blocks])
         by_lane = F.pad(scales, (0, 0, 0, -len(scales) % LANES)).view(-1, LANES, segments.count)
         packed.scales[blocks] = by_lane.transpose(1, 2)
     return packed

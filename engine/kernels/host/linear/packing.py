@@ -201,12 +201,17 @@ def _arrange_rows(pointer, stored):
 
 
 def pack(
-    weight: Tensor, segments: Segments, team: Team, allocate: Allocate = torch.empty
+    weight: Tensor,
+    segments: Segments,
+    team: Team,
+    allocate: Allocate = torch.empty,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Pack weight [H, N, K], bf16 or fp32, on the host; K is the number of the segments' terms.
 
     The result is [H, ceil(N/16), S, 16, 2] bf16 or [H, ceil(N/16), S, 16] fp32 for the S steps of
-    all segments, padded with zeros.
+    all segments, padded with zeros. It is written to `out` if given, which must be contiguous.
     """
     num_matrices, num_rows, num_terms = weight.shape
     odd = num_terms % segments.step_terms
@@ -217,7 +222,8 @@ def pack(
         strides = [stride * source.element_size() for stride in source.stride()]
     num_blocks = -(-num_rows // LANES)
     shape = (num_matrices, num_blocks, segments.count * segments.steps, LANES)
-    out = allocate((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
+    if out is None:
+        out = allocate((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
     if out.numel():
         launch(
             compiled(),

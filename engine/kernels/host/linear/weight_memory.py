@@ -11,7 +11,7 @@ from engine.core.huge_pages import map_memory
 
 Allocate = Callable[..., Tensor]  # (shape, *, dtype) -> a tensor with any contents
 
-_BLOCK_BYTES = 64 << 20
+_BLOCK_BYTES = 256 << 20  # the huge page at its end may be mostly empty
 _LINE_BYTES = 64  # of a processor's cache
 
 
