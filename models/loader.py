@@ -106,8 +106,8 @@ class ModelDescription:
     def weight_bytes(self, layers: LayerRange, rank: TensorRank = ONLY_RANK) -> int:
         """Return the least bytes of weights that each rank of a stage of these layers holds.
 
-        Weights are counted in their format. It is the value of the largest rank, so that all ranks
-        plan alike. Random weights count as 0.
+        Weights are counted in their format, and all but experts as if the ranks had equal shares,
+        so that all ranks plan alike. Random weights count as 0.
         """
         if self.checkpoint is None:
             return 0
