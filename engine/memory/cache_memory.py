@@ -39,9 +39,9 @@ def cleared_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 def allocate_in_background(caches: Iterable[Tensor]) -> threading.Thread:
     """Start a thread that has the kernel allocate `caches` of `cleared_cache`, and return it.
 
-    So a machine without that memory shows it soon after the start of a worker, and not at its
-    first peak. The contents are unchanged, and may be used meanwhile. A kernel before Linux 5.14
-    allocates the memory when it is used.
+    So a worker takes its memory soon after its start, and not at its first peak. The contents are
+    unchanged, and may be used meanwhile. A kernel before Linux 5.14 allocates the memory when it is
+    used.
     """
     thread = threading.Thread(
         target=_allocate, args=(list(caches),), name="allocate-caches", daemon=True

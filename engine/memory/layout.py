@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from engine.core.layer_range import ONLY_RANK, LayerRange, Part, TensorRank
@@ -170,9 +171,24 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
     """
     if spec.of_draft:
         return None if source.rank == dest.rank == 0 else ()
-    opposite = dest.rank * source.size // dest.size
+    if source.size == dest.size:
+        return None if source.rank == dest.rank else ()
     if spec.split_axis is None:
-        return None if source.rank == opposite else ()
+        return None if source.rank == _opposite(source, dest) else ()
+    return _common_stretches(spec, source, dest)
+
+
+def _opposite(source: TensorRank, dest: TensorRank) -> int:
+    """Return the source rank at the place of a destination rank."""
+    return dest.rank * source.size // dest.size
+
+
+@lru_cache(maxsize=1 << 14)  # a handoff needs those of all layers and ranks several times
+def _common_stretches(
+    spec: CacheSpec, source: TensorRank, dest: TensorRank
+) -> tuple[Stretch, ...] | None:
+    """Return the stretches of a divided record that both ranks have, as `stretches` does."""
+    assert spec.split_axis is not None, "checked before"
     own = spec.parts(source)
     wanted = spec.parts(dest)
     if not any(
@@ -180,9 +196,11 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
         for given, taken in zip(own, wanted, strict=True)
     ):
         return ()
-    same = [rank.rank for rank in source.every if spec.parts(rank) == own]
-    if source.rank != next((rank for rank in same if rank >= opposite), same[-1]):
-        return ()
+    if spec.may_repeat:
+        same = [rank.rank for rank in source.every if spec.parts(rank) == own]
+        first = _opposite(source, dest)
+        if source.rank != next((rank for rank in same if rank >= first), same[-1]):
+            return ()
     if own == wanted:
         return None
     inner = math.prod(spec.record_shape[spec.split_axis + 1 :]) * spec.item_bytes

@@ -51,8 +51,7 @@ class Linear:
         """Create the layer.
 
         Packed weights are kept in `weight_format`. For `row_scales` and `allocate` see
-        `PackedWeight`.
-        `updates` are those of adapters.
+        `PackedWeight`. `updates` are those of adapters.
         """
         if biases and len(biases) != len(weights):
             raise ValueError(f"{len(weights)} fused weights need as many biases, got {len(biases)}")

@@ -80,8 +80,7 @@ class _PackingMemory:
     """Reused memory for matrices that are read before they are packed, one after another.
 
     Separate memory for each matrix, or memory of the heap, would be freed in pieces that the
-    allocator keeps.
-    `packed` is the memory of the packed ones.
+    allocator keeps. `packed` is the memory of the packed ones.
     """
 
     def __init__(self) -> None:

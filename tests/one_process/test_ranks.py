@@ -14,7 +14,6 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
-from tests.support.models.adapters import write_adapter
 from tests.support.models.checkpoints import make_checkpoint
 
 
@@ -106,9 +105,8 @@ async def test_four_ranks_divide_odd_vocabularies_widths_and_experts(
 async def test_ranks_divide_three_heads_of_keys_unevenly(
     tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:
-    """By (stages, ranks of each), with adapters of all projections."""
+    """By (stages, ranks of each)."""
     model = make_checkpoint(tmp_path, "llama_nine_heads", dtype=torch.bfloat16)
-    write_adapter(tmp_path / "adapters" / "every", model, seed=1)
     questions = make_questions(3)
     right = on_the_wire(Reference(model).answers(questions))
     async with cluster_in_process(
@@ -118,7 +116,6 @@ async def test_ranks_divide_three_heads_of_keys_unevenly(
         decode_pp=decode[0],
         decode_tp=decode[1],
         chunk_tokens=64,
-        adapters=tmp_path / "adapters",
     ) as client:
         completions = await asyncio.gather(
             *(client.complete(as_query(question), timeout_s=60) for question in questions)

@@ -207,11 +207,13 @@ class CopyPlan:
         dest = self._destination.stages[dest_stage]
         layers = source.layers.intersect(dest.layers)
         parts = (
-            (spec.of_rank(source.tensor), stretches(spec, source.tensor, dest.tensor))
+            (spec, stretches(spec, source.tensor, dest.tensor))
             for spec in self._specs
             if spec.layer_id in layers
         )
-        return [(spec, moved) for spec, moved in parts if moved is None or moved]
+        return [
+            (spec.of_rank(source.tensor), moved) for spec, moved in parts if moved is None or moved
+        ]
 
     def _num_items(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> int:
         return len(self._runs_of(spec, moved)) * (1 if moved is None else len(moved))
