@@ -313,10 +313,12 @@ class _Experts:
         )
 
     def homes(self, x: Tensor) -> Homes:
-        """Return the homes of tokens x [T, hidden]."""
-        return Homes(
-            self._ranks, len(x), x.nbytes * self._num_chosen * len(self._own) // self._num_experts
-        )
+        """Return the homes of tokens x [T, hidden].
+
+        All ranks decide by the largest part of the experts, and so alike.
+        """
+        most = max(len(share) for share in self._shares)
+        return Homes(self._ranks, len(x), x.nbytes * self._num_chosen * most // self._num_experts)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, homes: Homes) -> Tensor:
         """Return the weighted sums of the tokens at home here, [tokens, hidden] fp32.

@@ -86,6 +86,7 @@ UNEVEN = [  # the same, with parts that differ or are no eighths of sums
     ),
     ({**models.KIMI_LINEAR, "linear_num_heads": 6}, "bfloat16", 1, 4, 1),
     ({**models.GPT_OSS, **THREE_HEADS, "num_local_experts": 7}, "bfloat16", 1, 3, 1),
+    ({**models.QWEN3_MOE, "num_experts": 6}, "bfloat16", 2, 4, 1),
 ]
 
 
