@@ -19,7 +19,7 @@ from models.blocks.linear import Linear
 from models.blocks.norm import NormSpec, RmsNorm
 from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Weights
-from runtime.errors import ConfigError
+from models.blocks.whole_norm import WholeNorms
 
 
 class Rotation(Enum):
@@ -72,11 +72,6 @@ class AttentionSpec:
         Raises:
             ConfigError: they cannot.
         """
-        if self.norms_whole and self.rank.size > 1:
-            raise ConfigError(
-                f"--tp {self.rank.size}: a norm over all heads of q is not divided between ranks",
-                field="tp",
-            )
         _ = self.heads, self.kv_heads
 
     @property
@@ -96,6 +91,11 @@ class AttentionSpec:
     def outputs(self) -> tuple[Part, ...]:
         """Return the output values of each rank's heads."""
         return tuple(self.of_rank(rank).heads.times(self.head_dim) for rank in self.rank.every)
+
+    @property
+    def keys(self) -> tuple[Part, ...]:
+        """Return the values of keys that each rank has."""
+        return tuple(self.of_rank(rank).kv_heads.times(self.head_dim) for rank in self.rank.every)
 
     @property
     def kv_heads(self) -> Part:
@@ -237,12 +237,15 @@ class Attention:
             "o_proj", rows=spec.hidden_size, terms=spec.outputs, bias=spec.output_bias
         )
         self._head_norm: RmsNorm | None = None
-        self._whole_norms: list[RmsNorm] = []
+        self._whole_norms: WholeNorms | None = None
         if spec.qk_norm is not None and spec.norms_whole:
-            self._whole_norms = [
-                spec.qk_norm.build(weights, "q_norm", len(queries)),
-                spec.qk_norm.build(weights, "k_norm", len(keys)),
-            ]
+            self._whole_norms = WholeNorms(
+                spec.qk_norm.build(weights, "q_norm", queries.total),
+                spec.qk_norm.build(weights, "k_norm", keys.total),
+                weights.ranks,
+                queries=spec.outputs,
+                keys=spec.keys,
+            )
         elif spec.qk_norm is not None:
             self._head_norm = _head_norm(
                 spec.qk_norm,
@@ -263,16 +266,8 @@ class Attention:
         """Implement `Mixer.forward`."""
         spec = self._spec
         heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
-        if self._whole_norms:
-            parts = torch.split(
-                heads,
-                [size * spec.head_dim for size in (self._num_heads, self._num_kv_heads)],
-                dim=-1,
-            )
-            heads = torch.cat(
-                [norm.forward(part) for norm, part in zip(self._whole_norms, parts, strict=True)],
-                -1,
-            )
+        if self._whole_norms is not None:
+            heads = self._whole_norms.forward(heads)
         heads = heads.view(-1, self._num_heads + self._num_kv_heads, spec.head_dim)
         value = (
             value.view(-1, self._num_kv_heads, spec.head_dim)

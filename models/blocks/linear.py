@@ -242,11 +242,13 @@ class GatheredLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out], the same on every rank, for x [T, part of in] in the weight's dtype."""
-        return self._joined(self._own_rows(self._joined(x, self._num_inputs)), self._num_outputs)
+        whole = gather_columns(self._ranks, x, self._num_inputs)
+        return gather_columns(self._ranks, self._own_rows(whole), self._num_outputs)
 
-    def _joined(self, columns: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return all ranks' columns, [T, sum(counts)], given this rank's."""
-        return self._ranks.gather(columns.T.contiguous(), counts).T.contiguous()
+
+def gather_columns(ranks: Ranks, columns: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return all ranks' columns by rank, [T, sum(counts)], given this rank's."""
+    return ranks.gather(columns.T.contiguous(), counts).T.contiguous()
 
 
 class Activation(StrEnum):

@@ -160,6 +160,13 @@ GPT_OSS: dict[str, object] = {
     "tie_word_embeddings": False,
     "rope_parameters": _ROPE,
 }
+MINIMAX_M2: dict[str, object] = {
+    **QWEN3,
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
 GLM4_MOE: dict[str, object] = {
     **QWEN3,
     "architectures": ["Glm4MoeForCausalLM"],
