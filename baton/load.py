@@ -13,10 +13,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
-from baton.values import Timings
+from baton.values import Timings, Usage
 
 SINGLE_TURNS = 8  # turns with figures of their own
 _UNITS = {"ms": 1e-3, "s": 1.0}
@@ -33,8 +33,7 @@ class Outcome:
     error: str | None
     arrived_s: float = 0.0  # planned time of sending, after the start
     lag_s: float = 0.0  # delay of sending
-    prompt_tokens: int = 0  # of a finished request
-    cached_tokens: int = 0  # prompt tokens reused from a cache
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))  # of a finished request
     turn: int = 0  # of its conversation, from 0
 
     @property
@@ -154,6 +153,14 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
     }
 
 
+def prompt_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Return the prompts' tokens, the cached ones, and those that workers copied, by tier."""
+    return {
+        name: sum(getattr(outcome.usage, name) for outcome in outcomes)
+        for name in ("prompt_tokens", "cached_tokens", "pulled_tokens", "disk_tokens")
+    }
+
+
 def by_turn(outcomes: Sequence[Outcome]) -> list[dict[str, float | None]]:
     """Return the figures of the turns of conversations, in order.
 
@@ -170,8 +177,7 @@ def by_turn(outcomes: Sequence[Outcome]) -> list[dict[str, float | None]]:
                 "turn": first + 1,
                 "last_turn": end,
                 "requests": len(done),
-                "prompt_tokens": sum(outcome.prompt_tokens for outcome in done),
-                "cached_tokens": sum(outcome.cached_tokens for outcome in done),
+                **prompt_counts(done),
                 **percentiles([o.ttft_s for o in done if o.ttft_s is not None], "ttft_s"),
             }
         )

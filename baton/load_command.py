@@ -16,7 +16,7 @@ from rich.table import Table
 
 from baton import load_plot
 from baton.client import AsyncBatonClient
-from baton.load import Outcome, Slo, by_turn, errors_of, summarize
+from baton.load import Outcome, Slo, by_turn, errors_of, prompt_counts, summarize
 from baton.load_run import Endpoint, LoadConversation, LoadRequest, run_load, run_requests
 from baton.load_run import Progress as RunProgress
 from baton.replays import begun, impatient, shrunk
@@ -149,8 +149,7 @@ async def measure(
         **summarize(outcomes, spec.slo, duration_s),
         "errors": errors_of(outcomes),
         "seed": spec.seed,
-        "prompt_tokens": sum(outcome.prompt_tokens for outcome in outcomes),
-        "cached_tokens": sum(outcome.cached_tokens for outcome in outcomes),
+        **prompt_counts(outcomes),
         "requests_cut": fitting.num_cut,
         "requests_skipped": fitting.num_skipped,
         "requests_unanswered_in_trace": trace.num_unanswered,
@@ -254,17 +253,17 @@ def _turns(figures: dict[str, object]) -> Iterator[Table]:
     if len(turns) < 2:
         return
     table = Table(title="by turn", title_justify="left", pad_edge=False)
-    for heading in ("turn", "requests", "prompt tokens", "cached", "TTFT p50, ms", "p90"):
+    tiers = ("cached", "pulled", "disk")
+    for heading in ("turn", "requests", "prompt tokens", *tiers, "TTFT p50, ms", "p90"):
         table.add_column(heading, justify="right")
     for turn in turns:
         prompts = turn["prompt_tokens"] or 0
-        share = f"{(turn['cached_tokens'] or 0) / max(prompts, 1):.1%}"
         ttfts = (turn["ttft_s_p50"], turn["ttft_s_p90"])
         first, last = turn["turn"], turn["last_turn"]
         table.add_row(
             str(first) if first == last else f"{first}-{last}",
             *(str(turn[name]) for name in ("requests", "prompt_tokens")),
-            share,
+            *(f"{(turn[f'{tier}_tokens'] or 0) / max(prompts, 1):.1%}" for tier in tiers),
             *("-" if value is None else f"{value * 1e3:.1f}" for value in ttfts),
         )
     yield table
@@ -275,13 +274,20 @@ def _notes(figures: Mapping[str, object]) -> Iterator[str]:
     names = (
         "cached_tokens",
         "prompt_tokens",
+        "pulled_tokens",
+        "disk_tokens",
         "requests_cut",
         "requests_skipped",
         "requests_unanswered_in_trace",
         "max_context_tokens",
     )
-    cached, prompts, cut, skipped, unanswered, context = (int(str(figures[name])) for name in names)
-    yield f"prefix caches served {cached} of {prompts} prompt tokens ({cached / max(prompts, 1):.1%})"
+    cached, prompts, pulled, disk, cut, skipped, unanswered, context = (
+        int(str(figures[name])) for name in names
+    )
+    yield (
+        f"prefix caches served {cached} of {prompts} prompt tokens ({cached / max(prompts, 1):.1%}), "
+        f"{pulled} of them pulled from other workers, {disk} read from disk"
+    )
     yield from changes(cut=cut, skipped=skipped, unanswered=unanswered, max_context_tokens=context)
     if figures["errors"]:
         yield f"errors: {json.dumps(figures['errors'])}"

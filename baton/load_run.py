@@ -275,6 +275,5 @@ async def _measure(
         error,
         arrival_s,
         max(0.0, sent - start - arrival_s),
-        usage.prompt_tokens,
-        usage.cached_tokens,
+        usage,
     )

@@ -123,11 +123,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts; `cached_tokens` of the prompt were reused, not computed."""
+    """Token counts; `cached_tokens` of the prompt were reused, not computed.
+
+    Of those, a worker copied `pulled_tokens` from another one and read `disk_tokens` from disk.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    pulled_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,13 @@ def _finish_of(response: pb.GenerateResponse) -> Finish:
 
 
 def _usage_of(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.pulled_tokens,
+        usage.disk_tokens,
+    )
 
 
 def _logprobs_of(item: types_pb2.TokenLogprobs) -> TokenLogprobs:

@@ -117,8 +117,8 @@ async def replayed(
         began_s = time.monotonic()
         outcomes = await run_requests(client, requests, timeout_s=TIMEOUT_S)
         figures = summarize(outcomes, Slo(1, 1), time.monotonic() - began_s)
-    cached = sum(outcome.cached_tokens for outcome in outcomes)
-    return figures, cached / max(sum(outcome.prompt_tokens for outcome in outcomes), 1)
+    cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
+    return figures, cached / max(sum(outcome.usage.prompt_tokens for outcome in outcomes), 1)
 
 
 async def compared(

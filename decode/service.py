@@ -27,6 +27,7 @@ from engine.core.request import Request
 from pool.request.conversion import in_vocabulary
 from pool.request.handler import EventPost, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
+from pool.request.tiers import Tiers
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
 from runtime.clock import Deadline
@@ -104,8 +105,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             alike = mine if source is None else in_common(mine, source.compatibility)
             blocks = parts.blocks_of(request, alike)
             kept_as = alike if parts.caches and request.uses_cache else ""
+            tiers = Tiers()
             if source is None:
-                await parts.bring(request, blocks, asked.holder)
+                tiers = await parts.bring(request, blocks, asked.holder)
 
             def take(scheduler: DecodeScheduler) -> Reservation:
                 admit = (
@@ -118,9 +120,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 )
                 # Posted through the same queue as tokens, so that it precedes them.
                 if source is None:
-                    parts.post.put(
-                        event_sender.local, pb.DecodeLocal(cached_tokens=taken.held_tokens)
-                    )
+                    num_cached = taken.held_tokens
+                    local = pb.DecodeLocal(cached_tokens=num_cached, **tiers.counts(num_cached))
+                    parts.post.put(event_sender.local, local)
                 return taken
 
             prompts = None if source is None else _prompts_here(parts, source)

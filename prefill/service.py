@@ -20,6 +20,7 @@ from pool.request.entry import DataRanks, Failed
 from pool.request.handler import RequestParts, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from pool.request.streams import Inbox, SessionChanged
+from pool.request.tiers import Tiers
 from prefill.event_sender import PrefillEventSender
 from prefill.prompts import FirstToken, PrefillEntryEvent, Scored, Started
 from prefill.scheduler import PrefillScheduler
@@ -81,8 +82,10 @@ class PrefillHandler:
         event_sender: PrefillEventSender,
         request: Request,
         key: int,
+        tiers: Tiers,
     ) -> None:
         self._parts = parts
+        self._tiers = tiers
         self._inbox = inbox
         self._event_sender = event_sender
         self._request = request
@@ -270,6 +273,7 @@ class PrefillHandler:
             terms=codec.source_to_proto(self._source),
             queue_s=started.queue_s,
             cached_tokens=started.num_cached,
+            **self._tiers.counts(started.num_cached),
         )
 
     def _first_token(self, event: FirstToken) -> pb.PrefillFirstToken:
@@ -379,7 +383,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
         async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
-            await parts.bring(request, blocks, asked.holder)
+            tiers = await parts.bring(request, blocks, asked.holder)
 
             def submit(scheduler: PrefillScheduler) -> int:
                 return scheduler.submit(request, emit, blocks=blocks, deadline=deadline)
@@ -389,7 +393,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 undo=lambda taken: parts.ranks.of(taken).release(taken),
             )
             return PrefillHandler(
-                parts, inbox, PrefillEventSender(opening.event_sender), request, key
+                parts, inbox, PrefillEventSender(opening.event_sender), request, key, tiers
             )
 
         await serve(parts, request, take_place)

@@ -82,20 +82,22 @@ class DiskCache:
             self.cache, self.loop, _OWNER, self.metrics.blocks, self.metrics.read_s, notify=False
         )
 
-    async def bring(self, request: Request, names: tuple[bytes, ...]) -> None:
+    async def bring(self, request: Request, names: tuple[bytes, ...]) -> int:
         """Bring the blocks of a prompt into the cache that only the disk has.
 
-        It returns early if that fails, takes too long, or is not worth it.
+        Return what `BlockReads.bring` does. It returns early if that fails, takes too long, or is
+        not worth it.
         """
         names = self.cache.names_to_resume(names, request)
         if not names or self.reads.oldest_s >= READ_LIMIT_S:
-            return
+            return 0
         self._refresh(names[: self.cache.num_resumable(names)])
         try:
             async with asyncio.timeout(READ_LIMIT_S):
-                await self.reads.bring(names, self)
+                return await self.reads.bring(names, self)
         except TimeoutError:
             logger.warning("the disk cache did not answer within %g s", READ_LIMIT_S)
+            return 0
 
     async def finish(self, timeout_s: float) -> None:
         """Wait until everything is written, but no longer than `timeout_s`."""

@@ -9,6 +9,7 @@ place has answered, because a stage may use it until then.
 
 import asyncio
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -99,7 +100,7 @@ class BlockReads:
     notify: bool
     least_s: Callable[[int], float] = lambda num_tokens: 0.0
     # Reads under way, oldest first, by their first blocks; with the time at which each began.
-    _reads: dict[bytes, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
+    _reads: dict[bytes, tuple[asyncio.Task[tuple[bytes, ...]], float]] = field(default_factory=dict)
     _block_s: float = 0.0  # mean seconds to read a block; 0 before the first
     # Least seconds to compute a block, as of the latest read; written by the engine thread.
     _computing_s: float = 0.0
@@ -129,48 +130,62 @@ class BlockReads:
         if self._reads:
             await asyncio.wait([read for read, _ in self._reads.values()], timeout=timeout_s)
 
-    async def bring(self, names: tuple[bytes, ...], source: BlockSource) -> None:
+    async def bring(self, names: tuple[bytes, ...], source: BlockSource) -> int:
         """Bring blocks into the cache that only `source` has.
 
-        It returns early if that fails or is not worth it. A caller that is cancelled leaves the
-        read to others that wait for it.
+        Return up to which of these blocks they reach, 0 if none were brought. It returns early if
+        that fails or is not worth it. A caller that is cancelled leaves the read to others that
+        wait for it.
         """
         tried = set[bytes]()  # first missing blocks that others have read
+        reached = 0
         while True:
             known = self.cache.num_resumable(names)
             if known == len(names) or names[known] in tried:
-                return
+                return reached
             first = names[known]
             if first not in self._reads:
                 if len(self._reads) < MAX_READS:
                     read = asyncio.create_task(self._read(names, known, source))
                     self._reads[first] = read, self._events.time()
-                    await asyncio.shield(read)
-                return
+                    reached = len(await asyncio.shield(read)) or reached
+                return reached
             tried.add(first)
-            await asyncio.shield(self._reads[first][0])
+            others = await asyncio.shield(self._reads[first][0])
+            # Names are chained, so those in common are the first ones.
+            reached = max(reached, sum(map(operator.eq, names, others)))
 
-    async def _read(self, names: tuple[bytes, ...], known: int, source: BlockSource) -> None:
+    async def _read(
+        self, names: tuple[bytes, ...], known: int, source: BlockSource
+    ) -> tuple[bytes, ...]:
+        """Return the blocks from the prompt's first to the last one read, none if none was."""
         try:
-            await self._read_from(names, known, source)
+            return await self._read_from(names, known, source)
         except BatonError as error:
             logger.warning("blocks were not read (%s): %s", self.owner, error)
         except Exception:  # the prompt is computed, whatever is wrong here
             logger.exception("blocks were not read (%s)", self.owner)
         finally:
             del self._reads[names[known]]
+        return ()
 
-    async def _read_from(self, names: tuple[bytes, ...], known: int, source: BlockSource) -> None:
+    async def _read_from(
+        self, names: tuple[bytes, ...], known: int, source: BlockSource
+    ) -> tuple[bytes, ...]:
         """Read the blocks of a prompt after the first `known` ones, as far as the source has them."""
+        num_read = num_found = 0
         async with source.offer(names, known) as offer:
             if not offer.num_blocks:
-                return
+                return ()
             names = names[: known + offer.num_blocks]
             read = await self.loop.submit(lambda: self._lease(names), undo=_end)
             if read is not None:
-                await self._fill(read, offer)
+                num_found = read.num_found
+                num_read = await self._fill(read, offer)
+        return names[: num_found + num_read] if num_read else ()
 
-    async def _fill(self, read: BlockRead, offer: BlockOffer) -> None:
+    async def _fill(self, read: BlockRead, offer: BlockOffer) -> int:
+        """Return how many of the missing blocks were read."""
         began_s = time.monotonic()
         num_read, wanted = 0, len(read.missing)
         try:
@@ -183,6 +198,7 @@ class BlockReads:
         self.num_blocks.labels("missing").inc(wanted - num_read)
         before_s = self._block_s or seconds / wanted
         self._block_s = before_s + _NEWEST * (seconds / wanted - before_s)
+        return num_read
 
     def _lease(self, names: tuple[bytes, ...]) -> BlockRead | None:
         """Lease memory for the blocks that are missing, or return None. For the engine thread."""

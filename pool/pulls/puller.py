@@ -74,22 +74,24 @@ class Puller:
 
     async def bring(
         self, request: Request, names: tuple[bytes, ...], holder: types_pb2.BlockHolder
-    ) -> None:
+    ) -> int:
         """Bring the blocks of a prompt into the cache that the holder has.
 
-        It returns early if that fails, takes longer than to compute them, or is not worth it.
+        Return what `BlockReads.bring` does. It returns early if that fails, takes longer than to
+        compute them, or is not worth it.
         """
         names = self.cache.names_to_resume(names, request)
         if not names or self._is_avoided(holder.address):
-            return
+            return 0
         num_missing = len(names) - self.cache.num_resumable(names)
         wait_s = max(LEAST_WAIT_S, self.reads.computing_s(num_missing))
         try:
             async with asyncio.timeout(wait_s):
-                await self.reads.bring(names, _HoldingPool(self, holder))
+                return await self.reads.bring(names, _HoldingPool(self, holder))
         except TimeoutError:
             self.avoid(holder.address)
             logger.warning("%s did not lend its blocks within %.3g s", holder.address, wait_s)
+            return 0
 
     def avoid(self, address: str) -> None:
         """Do not ask a holder for a while."""

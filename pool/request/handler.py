@@ -23,6 +23,7 @@ from pool.pulls.puller import Puller
 from pool.request.adapters import PoolAdapters
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.role_switch import RoleSwitch
+from pool.request.tiers import Tiers
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from protos import types_pb2
@@ -149,12 +150,18 @@ class RequestParts:
 
     async def bring(
         self, request: Request, blocks: tuple[bytes, ...], holder: types_pb2.BlockHolder
-    ) -> None:
+    ) -> Tiers:
         """Bring into the cache what the holder, if one is named, and the disk have of a prompt."""
+        places = [place for place in (self.puller, self.disk) if place is not None]
+        if not places:
+            return Tiers()
+        num_held, pulled_to, read_to = places[0].cache.num_resumable(blocks), 0, 0
         if self.puller is not None and holder.address:
-            await self.puller.bring(request, blocks, holder)
+            pulled_to = await self.puller.bring(request, blocks, holder)
         if self.disk is not None:
-            await self.disk.bring(request, blocks)
+            read_to = await self.disk.bring(request, blocks)
+        page_size = self.plan.geometry.page_size
+        return Tiers(*(page_size * end for end in (num_held, pulled_to, read_to)))
 
 
 class RequestHandler(Protocol):

@@ -8,9 +8,10 @@ and ends the request of a client that does not read.
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
-from protos import generation_pb2, types_pb2
+from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.timeline import Timeline
 from router.text.detokenizer import Detokenizer, StopMatcher
 from runtime.clock import Deadline, LoopClock
@@ -19,6 +20,27 @@ from runtime.queue_reader import QueueReader
 
 MAX_UNREAD = 64  # messages
 MAX_JOINED = 256  # tokens per message
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """The tokens of a prompt that were not computed.
+
+    Of `total`, `pulled` were copied from another worker for this request, and `disk` from disk.
+    """
+
+    total: int = 0
+    pulled: int = 0
+    disk: int = 0
+
+    @classmethod
+    def reported(
+        cls, report: prefill_pb2.PrefillStarted | decode_pb2.DecodeLocal, *, at_most: int
+    ) -> Self:
+        """Return those that a worker reports, of a prompt of `at_most` tokens."""
+        total = min(report.cached_tokens, at_most)
+        pulled = min(report.pulled_tokens, total)
+        return cls(total, pulled, min(report.disk_tokens, total - pulled))
 
 
 class Output:
@@ -37,7 +59,7 @@ class Output:
         self._text = None if detokenizer is None else (detokenizer, StopMatcher(stop_strings))
         self._num_scored = 1  # the first token of a prompt has no score
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # of the prompt, as reported by the latest prefill worker
+        self.cached = CachedTokens()
         self.stop_string: str | None = None  # the match that ended the request
 
     def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateResponse:
@@ -88,7 +110,9 @@ class Output:
     def _count_into(self, usage: generation_pb2.Usage) -> None:
         usage.prompt_tokens = self._num_prompt_tokens
         usage.completion_tokens = self.num_tokens
-        usage.cached_tokens = self.num_cached_tokens
+        usage.cached_tokens = self.cached.total
+        usage.pulled_tokens = self.cached.pulled
+        usage.disk_tokens = self.cached.disk
 
     def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
         """Count tokens; return their text and their number up to the end of a stop string."""
@@ -135,9 +159,9 @@ class Answer:
         self._is_named = False
         self.has_ended = False
 
-    def cached(self, num_tokens: int) -> None:
-        """Record how many tokens of the prompt the latest prefill worker had cached."""
-        self._output.num_cached_tokens = num_tokens
+    def cached(self, tokens: CachedTokens) -> None:
+        """Record the prompt's tokens that the latest worker to read it had cached."""
+        self._output.cached = tokens
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from router.request.answer import Answer
+from router.request.answer import Answer, CachedTokens
 from router.request.events import End, Milestone, Note
 from router.request.service_times import ServiceRecord
 from router.request.validate import AdmissibleRequest
@@ -50,10 +50,7 @@ class RequestNotes:
 
     def _started(self, source: Booking, _: Booking, event: prefill_pb2.PrefillEvent) -> None:
         self._timeline.timings.prefill_queue_s = event.started.queue_s
-        num_tokens = len(self._request.engine.prompt_token_ids)
-        self._num_cached = min(event.started.cached_tokens, num_tokens)
-        self._answer.cached(self._num_cached)
-        self._charge(self._num_cached)
+        self._num_cached = self._read(event.started)
         surplus = self._num_cached - source.num_cached
         outcome = "equal" if surplus == 0 else "more" if surplus > 0 else "fewer"
         self._metrics.cache_predictions.labels(outcome).inc()
@@ -78,13 +75,25 @@ class RequestNotes:
 
     def _local(self, _: Booking, pool: Booking, event: decode_pb2.DecodeEvent) -> None:
         pool.reserved()
-        self._answer.cached(event.local.cached_tokens)
-        self._charge(event.local.cached_tokens)
+        self._read(event.local)
         self._joined(pool)
 
-    def _charge(self, num_cached: int) -> None:
+    def _read(self, report: prefill_pb2.PrefillStarted | decode_pb2.DecodeLocal) -> int:
+        """Record where the prompt's tokens come from; return how many were cached."""
+        num_tokens = len(self._request.engine.prompt_token_ids)
         # Of a resumed response more than the prompt may be cached.
-        self.num_computed = max(0, len(self._request.engine.prompt_token_ids) - num_cached)
+        cached = CachedTokens.reported(report, at_most=num_tokens)
+        self._answer.cached(cached)
+        self.num_computed = num_tokens - cached.total
+        for tier, count in (
+            ("computed", self.num_computed),
+            ("memory", cached.total - cached.pulled - cached.disk),
+            ("worker", cached.pulled),
+            ("disk", cached.disk),
+        ):
+            if count:
+                self._metrics.tier_tokens.labels(tier).inc(count)
+        return cached.total
 
     def ended(self, end: End, num_tokens: int, *, is_late: bool) -> None:
         """Record what the end says of the service time. `is_late`: its deadline has passed."""

@@ -63,6 +63,8 @@ class RequestRecord:
     adapter: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    pulled_tokens: int = 0
+    disk_tokens: int = 0
     completion_tokens: int | None = None
     timings: dict[str, float] = field(default_factory=dict)
     prefill: str = ""
@@ -120,6 +122,8 @@ def ended(
         adapter=request.engine.adapter,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
+        pulled_tokens=usage.pulled_tokens,
+        disk_tokens=usage.disk_tokens,
         completion_tokens=usage.completion_tokens,
         timings=timings,
         prefill=timeline.workers[0].address if timeline.workers else "",

@@ -93,15 +93,16 @@ def test_summary_of_one_good_and_one_failed_request() -> None:
 def test_figures_of_turns_by_hand() -> None:
     """A failed turn counts in none, and a turn that no conversation reached is not there."""
     outcomes = [
-        replace(outcome(0.2), turn=0, prompt_tokens=10),
-        replace(outcome(0.4), turn=0, prompt_tokens=30),
-        replace(outcome(0.1), turn=1, prompt_tokens=20, cached_tokens=15),
+        replace(outcome(0.2), turn=0, usage=Usage(10, 1)),
+        replace(outcome(0.4), turn=0, usage=Usage(30, 1)),
+        replace(outcome(0.1), turn=1, usage=Usage(20, 1, 15, 8, 4)),
         replace(outcome(error="UNAVAILABLE"), turn=1),
     ]
     first, second = by_turn(outcomes)
     assert (first["turn"], first["requests"], first["prompt_tokens"]) == (1, 2, 40)
     assert first["ttft_s_p50"] == pytest.approx(0.3)
     assert (second["requests"], second["cached_tokens"], second["ttft_s_p90"]) == (1, 15, 0.1)
+    assert (second["pulled_tokens"], second["disk_tokens"]) == (8, 4)
     assert by_turn([]) == []
 
 
@@ -248,7 +249,7 @@ async def test_a_cancelled_load_ends_at_once() -> None:
 
 
 def test_later_turns_are_counted_in_groups() -> None:
-    outcomes = [replace(outcome(0.2), turn=turn, prompt_tokens=1) for turn in range(40)]
+    outcomes = [replace(outcome(0.2), turn=turn, usage=Usage(1, 1)) for turn in range(40)]
     assert [
         (each["turn"], each["last_turn"], each["prompt_tokens"]) for each in by_turn(outcomes)
     ] == [*((turn, turn, 1) for turn in range(1, 9)), (9, 16, 8), (17, 32, 16), (33, 40, 8)]

@@ -8,7 +8,7 @@ import pytest
 
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
-from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
 from tests.support.cluster.questions import as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 
@@ -66,3 +66,9 @@ async def test_a_killed_stage_costs_no_token_and_no_answer(
         answered = [answer for each in questions for answer in await ask(running, [each])]
         assert [shown(answer) for answer in answered] == expected
         assert [answer.finish.usage.cached_tokens for answer in answered] == [KEPT] * NUM_PROMPTS
+        assert [answer.finish.usage.disk_tokens for answer in answered] == [KEPT] * NUM_PROMPTS
+        tokens = await asyncio.to_thread(
+            samples_of, await running.metrics_port("router"), "baton_router_tier_tokens_total"
+        )
+        assert tokens["disk",] >= KEPT * NUM_PROMPTS
+        assert tokens["worker",] == 0

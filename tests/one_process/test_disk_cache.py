@@ -91,6 +91,10 @@ async def test_a_prompt_resumes_after_a_restart_in_any_layout(
             assert shown(completion) == answer
             if request.request_id != "parted":
                 assert completion.finish.usage.cached_tokens == 192
+            # The first prompt brought them into memory.
+            read = 192 if request.request_id == "again" else 0
+            usage = completion.finish.usage
+            assert (usage.pulled_tokens, usage.disk_tokens) == (0, read)
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -86,8 +86,8 @@ async def test_a_recorded_agent_finds_its_turns_in_the_caches(tmp_path: Path) ->
         info = await client.model_info()
         outcomes = await run_requests(client, recorded_requests(info, planned, seed=1))
     assert [outcome.error for outcome in outcomes] == [None] * 4
-    assert [outcome.prompt_tokens for outcome in outcomes] == [100, 64, 140, 180]
-    assert [outcome.cached_tokens for outcome in outcomes[:2]] == [0, 0]
+    assert [outcome.usage.prompt_tokens for outcome in outcomes] == [100, 64, 140, 180]
+    assert [outcome.usage.cached_tokens for outcome in outcomes[:2]] == [0, 0]
     # The second turn has 28 tokens after the response of the first one, and so has the third.
     for outcome in outcomes[2:]:
-        assert outcome.prompt_tokens - outcome.cached_tokens <= 28 + 1 + page
+        assert outcome.usage.prompt_tokens - outcome.usage.cached_tokens <= 28 + 1 + page

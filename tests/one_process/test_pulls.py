@@ -81,7 +81,10 @@ async def test_the_next_turn_takes_what_decode_generated(
         completion = await ask(client, following)
         # The entry of the last token was never computed.
         known = (200 + len(tokens) - 1) // PAGE
-        assert completion.finish.usage.cached_tokens == known * PAGE
+        usage = completion.finish.usage
+        held = 0 if kept == "nothing" else 200 // PAGE
+        assert usage.cached_tokens == known * PAGE
+        assert (usage.pulled_tokens, usage.disk_tokens) == ((known - held) * PAGE, 0)
         assert [shown(completion)] == answers_of(model, following)
 
 
@@ -111,7 +114,8 @@ async def test_a_prefill_worker_takes_what_another_computed(
         assert (await ask(client, prompt)).finish.usage.cached_tokens == 0
         await asyncio.sleep(HEARD_S)
         completion = await ask(client, longer)
-        assert completion.finish.usage.cached_tokens == 192
+        usage = completion.finish.usage
+        assert (usage.cached_tokens, usage.pulled_tokens, usage.disk_tokens) == (192, 192, 0)
         assert [shown(completion)] == answers_of(model, longer)
 
 

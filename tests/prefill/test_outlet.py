@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.request import Request, SampledToken, TokenLogprobs
 from pool.request.streams import EventSender, Inbox
+from pool.request.tiers import Tiers
 from prefill.event_sender import MAX_UNREAD_SCORES, PrefillEventSender
 from prefill.prompts import Scored
 from prefill.service import PrefillHandler, PrefillInbox, PrefillParts
@@ -90,7 +91,9 @@ async def test_a_prompt_with_scores_unread_for_too_long_ends(
     monkeypatch.setattr("prefill.service.UNREAD_TIMEOUT_S", 3.0)
     inbox: PrefillInbox = Inbox(Counter("expired", "waits", registry=CollectorRegistry()))
     request = Request("r", (1,), max_tokens=1)
-    handler = PrefillHandler(cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5)
+    handler = PrefillHandler(
+        cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5, Tiers()
+    )
     for position in range(MAX_UNREAD_SCORES + 200):
         inbox.happened(Scored(position, (SampledToken(1, TokenLogprobs(-1.0)),)))
     running, num_read = asyncio.create_task(handler.run()), 0

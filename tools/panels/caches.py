@@ -41,6 +41,12 @@ CACHE = Dashboard(
             ),
         ),
         Panel(
+            "Prompt tokens by tier",
+            "short",
+            "Per second: computed, or from the worker's memory, another worker's, or disk.",
+            (PanelQuery(rate("baton_router_tier_tokens_total", "tier"), "{{tier}}"),),
+        ),
+        Panel(
             "Predictions",
             "cps",
             "Prompts by reused tokens: as many as reported, more or fewer.",

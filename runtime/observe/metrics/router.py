@@ -94,6 +94,7 @@ class RouterMetrics:
     discovery_errors: Counter
     workers: Gauge
     cache_predictions: Counter
+    tier_tokens: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -212,7 +213,19 @@ class RouterMetrics:
                 "outcome",
                 zeros=(("equal",), ("more",), ("fewer",)),
             ),
+            tier_tokens=_tier_tokens(registry),
         )
+
+
+def _tier_tokens(registry: CollectorRegistry) -> Counter:
+    return create_counter(
+        registry,
+        "router_tier_tokens",
+        "Tokens of prompts by where the worker that read them had them from: computed, memory "
+        "(its own cache), worker (the cache of another one) or disk.",
+        "tier",
+        zeros=(("computed",), ("memory",), ("worker",), ("disk",)),
+    )
 
 
 @dataclass(frozen=True)

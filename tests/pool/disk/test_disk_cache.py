@@ -104,7 +104,7 @@ class Scene:
             DiskMetrics.create(CollectorRegistry()),
         )
 
-    def bring(self, text: str) -> asyncio.Task[None]:
+    def bring(self, text: str) -> asyncio.Task[int]:
         return asyncio.create_task(self.disk.bring(request(names(text)), names(text)))
 
     def insert(self, text: str) -> None:
@@ -141,11 +141,11 @@ async def test_blocks_are_leased_until_they_are_cached() -> None:
     assert scene.num_cached("abcd") == 0
     check_integrity([scene.pages.ledger], live_owners=scene.cache.holders)
     scene.stages.may_move.set()
-    await bringing
+    assert await bringing == 4
     assert scene.num_cached("abcdxy") == 4
     assert len(scene.stages.moves) == 1, "what comes from the disk is not written there again"
     scene.check_ended()
-    await scene.bring("abcdxy")
+    assert await scene.bring("abcdxy") == 0
     assert len(scene.stages.moves) == 1, "and is not read again"
 
 
@@ -153,10 +153,10 @@ async def test_only_blocks_that_memory_lacks_are_read() -> None:
     scene = Scene("abcd")
     scene.stages.may_move.set()
     scene.stages.most = 2
-    await scene.bring("abcd")
+    assert await scene.bring("abcd") == 2
     assert scene.num_cached("abcd") == 2
     scene.stages.most = 1000
-    await scene.bring("abcd")
+    assert await scene.bring("abcd") == 4
     assert [move.names for move in scene.stages.moves] == [names("abcd"), names("abcd")[2:]]
     assert scene.num_cached("abcd") == 4
     assert (scene.count("read"), scene.count("missing")) == (4, 2)
@@ -170,7 +170,7 @@ async def test_prompts_that_begin_alike_share_one_read() -> None:
     await asyncio.sleep(0.02)
     assert len(scene.stages.moves) == 1
     scene.stages.may_move.set()
-    await asyncio.gather(*waiting)
+    assert await asyncio.gather(*waiting) == [4, 4, 2], "each counts what it has of the read"
     assert len(scene.stages.moves) == 1
     scene.check_ended()
 
@@ -191,7 +191,7 @@ async def test_a_lost_stage_ends_the_read() -> None:
     scene = Scene("abcd")
     scene.stages.error = UnavailableError("stage 1 died")
     scene.stages.may_move.set()
-    await scene.bring("abcd")
+    assert await scene.bring("abcd") == 0
     assert scene.num_cached("abcd") == 0
     scene.check_ended()
 

@@ -5,8 +5,14 @@ import asyncio
 
 import pytest
 
-from protos import generation_pb2, types_pb2
-from router.request.answer import MAX_JOINED, MAX_UNREAD, Output, ResponseQueue
+from protos import generation_pb2, prefill_pb2, types_pb2
+from router.request.answer import (
+    MAX_JOINED,
+    MAX_UNREAD,
+    CachedTokens,
+    Output,
+    ResponseQueue,
+)
 from router.text.detokenizer import Detokenizers
 from runtime.errors import RequestAborted
 from tests.router.harness import byte_level_tokenizer
@@ -197,3 +203,21 @@ async def test_a_slow_reader_gets_the_stall_limit_for_the_end_of_its_stream() ->
     with pytest.raises(RequestAborted, match="not read the end of its stream"):
         await trickle()
     assert 0 < len(read) < MAX_UNREAD
+
+
+@pytest.mark.parametrize(
+    ("cached", "pulled", "disk", "expected"),
+    [
+        (48, 16, 16, CachedTokens(48, 16, 16)),
+        (400, 300, 90, CachedTokens(100, 100, 0)),  # of a resumed response more was cached
+        (32, 40, 7, CachedTokens(32, 32, 0)),
+        (32, 16, 40, CachedTokens(32, 16, 16)),
+    ],
+)
+def test_a_report_never_adds_up_to_more_than_the_prompt(
+    cached: int, pulled: int, disk: int, expected: CachedTokens
+) -> None:
+    started = prefill_pb2.PrefillStarted(
+        cached_tokens=cached, pulled_tokens=pulled, disk_tokens=disk
+    )
+    assert CachedTokens.reported(started, at_most=100) == expected
