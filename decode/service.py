@@ -25,9 +25,8 @@ from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import Request
 from pool.request.conversion import in_vocabulary
-from pool.request.handler import EventPost, read_request, serve
+from pool.request.handler import EventPost, Tiers, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
-from pool.request.tiers import Tiers
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
 from runtime.clock import Deadline

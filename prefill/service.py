@@ -17,10 +17,9 @@ import grpc
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
-from pool.request.handler import RequestParts, read_request, serve
+from pool.request.handler import RequestParts, Tiers, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from pool.request.streams import Inbox, SessionChanged
-from pool.request.tiers import Tiers
 from prefill.event_sender import PrefillEventSender
 from prefill.prompts import FirstToken, PrefillEntryEvent, Scored, Started
 from prefill.scheduler import PrefillScheduler

@@ -23,7 +23,6 @@ from pool.pulls.puller import Puller
 from pool.request.adapters import PoolAdapters
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.role_switch import RoleSwitch
-from pool.request.tiers import Tiers
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
 from protos import types_pb2
@@ -114,6 +113,26 @@ def _give_way() -> None:
 
 
 _LIBRARY = ctypes.CDLL(None)  # the C library
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The number of a prompt's first tokens that a pool had in memory, or copied for it.
+
+    Those up to `num_held` were in memory, those up to `pulled_to` came from another worker, and
+    those up to `read_to` from disk.
+    """
+
+    num_held: int = 0
+    pulled_to: int = 0
+    read_to: int = 0
+
+    def counts(self, num_cached: int) -> dict[str, int]:
+        """Return `pulled_tokens` and `disk_tokens` among the first `num_cached` tokens."""
+        held_to = min(num_cached, self.num_held)
+        pulled_to = min(num_cached, max(held_to, self.pulled_to))
+        read_to = min(num_cached, max(pulled_to, self.read_to))
+        return {"pulled_tokens": pulled_to - held_to, "disk_tokens": read_to - pulled_to}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,9 +159,12 @@ class Answer:
         self._is_named = False
         self.has_ended = False
 
-    def cached(self, tokens: CachedTokens) -> None:
-        """Record the prompt's tokens that the latest worker to read it had cached."""
-        self._output.cached = tokens
+    def cached(
+        self, report: prefill_pb2.PrefillStarted | decode_pb2.DecodeLocal, *, at_most: int
+    ) -> CachedTokens:
+        """Record the tokens, of `at_most` in the prompt, that the worker to read it had cached."""
+        self._output.cached = CachedTokens.reported(report, at_most=at_most)
+        return self._output.cached
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from router.request.answer import Answer, CachedTokens
+from router.request.answer import Answer
 from router.request.events import End, Milestone, Note
 from router.request.service_times import ServiceRecord
 from router.request.validate import AdmissibleRequest
@@ -82,8 +82,7 @@ class RequestNotes:
         """Record where the prompt's tokens come from; return how many were cached."""
         num_tokens = len(self._request.engine.prompt_token_ids)
         # Of a resumed response more than the prompt may be cached.
-        cached = CachedTokens.reported(report, at_most=num_tokens)
-        self._answer.cached(cached)
+        cached = self._answer.cached(report, at_most=num_tokens)
         self.num_computed = num_tokens - cached.total
         for tier, count in (
             ("computed", self.num_computed),

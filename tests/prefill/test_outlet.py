@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.request import Request, SampledToken, TokenLogprobs
+from pool.request.handler import Tiers
 from pool.request.streams import EventSender, Inbox
-from pool.request.tiers import Tiers
 from prefill.event_sender import MAX_UNREAD_SCORES, PrefillEventSender
 from prefill.prompts import Scored
 from prefill.service import PrefillHandler, PrefillInbox, PrefillParts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pool.request.tiers import Tiers
+from pool.request.handler import Tiers
 
 
 @pytest.mark.parametrize(
