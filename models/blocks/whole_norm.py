@@ -50,7 +50,7 @@ class WholeNorms:
             parts = list(torch.split(heads, [len(part) for part in self._own], dim=-1))
         else:
             every = gather_columns(self._ranks, heads, self._counts)
-            parts = [every[:, columns.to(every.device)] for columns in self._columns]
+            parts = [every[:, columns] for columns in self._columns]
         return torch.cat(
             [
                 norm.forward(part)[:, own.start : own.stop]
