@@ -34,7 +34,7 @@ from typing import cast
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.load import Slo, summarize
+from baton.load import Slo, prompt_counts, summarize
 from baton.load_run import run_load, run_requests
 from baton.replays import begun, impatient, shrunk
 from baton.transcripts import recorded_requests
@@ -117,8 +117,8 @@ async def replayed(
         began_s = time.monotonic()
         outcomes = await run_requests(client, requests, timeout_s=TIMEOUT_S)
         figures = summarize(outcomes, Slo(1, 1), time.monotonic() - began_s)
-    cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
-    return figures, cached / max(sum(outcome.usage.prompt_tokens for outcome in outcomes), 1)
+    counts = prompt_counts(outcomes)
+    return figures, counts["cached_tokens"] / max(counts["prompt_tokens"], 1)
 
 
 async def compared(

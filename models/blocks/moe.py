@@ -303,6 +303,7 @@ class _Experts:
         self._weighs_inputs = isinstance(spec.routing, InputRouting)
         self._own = spec.experts
         self._shares = spec.shares
+        self._num_most = max(len(share) for share in spec.shares)  # experts of any rank
         self._ranks = weights.ranks
         self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
         shape = ExpertShape(self._own, spec.hidden_size, spec.expert_width)
@@ -317,8 +318,8 @@ class _Experts:
 
         All ranks decide by the largest part of the experts, and so alike.
         """
-        most = max(len(share) for share in self._shares)
-        return Homes(self._ranks, len(x), x.nbytes * self._num_chosen * most // self._num_experts)
+        num_bytes = x.nbytes * self._num_chosen * self._num_most // self._num_experts
+        return Homes(self._ranks, len(x), num_bytes)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, homes: Homes) -> Tensor:
         """Return the weighted sums of the tokens at home here, [tokens, hidden] fp32.

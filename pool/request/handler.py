@@ -171,12 +171,13 @@ class RequestParts:
         self, request: Request, blocks: tuple[bytes, ...], holder: types_pb2.BlockHolder
     ) -> Tiers:
         """Bring into the cache what the holder, if one is named, and the disk have of a prompt."""
-        places = [place for place in (self.puller, self.disk) if place is not None]
+        puller = self.puller if holder.address else None
+        places = [place for place in (puller, self.disk) if place is not None]
         if not places:
             return Tiers()
         num_held, pulled_to, read_to = places[0].cache.num_resumable(blocks), 0, 0
-        if self.puller is not None and holder.address:
-            pulled_to = await self.puller.bring(request, blocks, holder)
+        if puller is not None:
+            pulled_to = await puller.bring(request, blocks, holder)
         if self.disk is not None:
             read_to = await self.disk.bring(request, blocks)
         page_size = self.plan.geometry.page_size

@@ -110,9 +110,11 @@ class Output:
     def _count_into(self, usage: generation_pb2.Usage) -> None:
         usage.prompt_tokens = self._num_prompt_tokens
         usage.completion_tokens = self.num_tokens
-        usage.cached_tokens = self.cached.total
-        usage.pulled_tokens = self.cached.pulled
-        usage.disk_tokens = self.cached.disk
+        cached = self.cached
+        usage.cached_tokens = cached.total
+        if cached.pulled or cached.disk:  # mostly not, and this is done for every chunk
+            usage.pulled_tokens = cached.pulled
+            usage.disk_tokens = cached.disk
 
     def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
         """Count tokens; return their text and their number up to the end of a stop string."""

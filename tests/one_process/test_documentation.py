@@ -135,7 +135,9 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
     assert any(output.startswith("sampling.temperature") for output in said["docs/client.md"])
     usage = said["docs/client.md"][-1]
     assert re.fullmatch(
-        r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, cached_tokens=0, .*=0\)\n", usage
+        r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, cached_tokens=0, "
+        r"pulled_tokens=0, disk_tokens=0\)\n",
+        usage,
     ), "one of two routers is not there"
     assert " 3 5 7 9 11" in said["README.md"][0]
     assert " % met TTFT <= 500 ms and TPOT <= 50 ms" in said["docs/load.md"][0]
