@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.values import Query, Sampling, Stop
+from baton.values import Completion, Query, Sampling, Stop
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import Figures, decode_ports
 from bench.report import Value
@@ -32,15 +32,17 @@ def held_out_queries(count: int) -> list[Query]:
     ]
 
 
-async def ask_all(client: AsyncBatonClient, queries: Sequence[Query]) -> None:
-    """Send the queries, a few at a time."""
+async def ask_all(client: AsyncBatonClient, queries: Sequence[Query]) -> list[Completion]:
+    """Send the queries, a few at a time, and return their completions."""
+    completions = list[Completion]()
     for start in range(0, len(queries), IN_FLIGHT):
-        await asyncio.gather(
+        completions += await asyncio.gather(
             *(
                 client.complete(query, timeout_s=REQUEST_TIMEOUT_S)
                 for query in queries[start : start + IN_FLIGHT]
             )
         )
+    return completions
 
 
 async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Figures:
@@ -61,6 +63,7 @@ async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Fi
             "--spec-draft-tokens",
             tokens,
             "--no-spec-adaptive",
+            "--no-spec-suffix",
         ),
     )
     async with running_cluster(config) as (cluster, client):

@@ -2,7 +2,8 @@
 requests.
 
 Two clusters run at the same time, one with the draft. The same prompts go to both in turn, so that
-other load affects both. The responses must be equal. Each shape of a step is recorded after a few
+other load affects both. With `--model-alone` a third one has the draft model without drafts from the
+requests' own text. The responses must be equal. Each shape of a step is recorded after a few
 repetitions, and drafts create many shapes, so other prompts of the same number run first,
 uncounted. Step times and planner calls are the pools' own metrics, over all prompts.
 """
@@ -85,7 +86,7 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[C
         decode_pp=flags.decode_pp,
         listen="127.0.0.1:0",
         log_level="warning",
-        worker_flags=worker_flags,
+        worker_flags=("--memory-share", "0.1", *worker_flags),
     )
     async with running_cluster(config) as (cluster, client):
         yield ClusterSide(client, await decode_ports(cluster))
@@ -107,31 +108,38 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     async with AsyncExitStack() as stack:
         plain = await stack.enter_async_context(side(flags))
         drafting = await stack.enter_async_context(side(flags, *draft))
+        sides = [plain, drafting]
+        if flags.model_alone:
+            sides.append(await stack.enter_async_context(side(flags, *draft, "--no-spec-suffix")))
         for kind in flags.prompts_of:
             queries = _queries(kind, flags)
             for batch in flags.batches:
-                await _measure_batch(plain, drafting, queries, batch)
+                await _measure_batch(sides, queries, batch)
                 values |= {
                     f"{kind}_plain_tokens_per_s_{batch}": plain.rate,
                     f"{kind}_draft_tokens_per_s_{batch}": drafting.rate,
                     f"{kind}_speedup_{batch}": drafting.rate / plain.rate,
                 }
+                if flags.model_alone:
+                    values[f"{kind}_over_model_alone_{batch}"] = drafting.rate / sides[2].rate
         values |= {**await plain.steps("plain"), **await drafting.steps("draft")}
-        values["answers_equal"] = plain.answers == drafting.answers
+        if flags.model_alone:
+            values |= await sides[2].steps("model_alone")
+        values["answers_equal"] = all(each.answers == plain.answers for each in sides)
     return values
 
 
 async def _measure_batch(
-    plain: ClusterSide, drafting: ClusterSide, queries: Sequence[Query], batch: int
+    sides: Sequence[ClusterSide], queries: Sequence[Query], batch: int
 ) -> None:
     """Run the second half of the queries uncounted, then the first half, `batch` at once."""
     half = len(queries) // 2
     for asked in (queries[half:], queries[:half]):
-        for each in (plain, drafting):
+        for each in sides:
             each.tokens = 0
             each.seconds = 0.0
         for start in range(0, len(asked) - batch + 1, batch):
-            for each in (plain, drafting):
+            for each in sides:
                 await each.run(asked[start : start + batch])
 
 
@@ -160,6 +168,11 @@ def main() -> int:
         type=Path,
         default=demo_model().parent / "draft",
         help="draft model directory, or suffix; default: the demo draft",
+    )
+    parser.add_argument(
+        "--model-alone",
+        action="store_true",
+        help="also run the draft model without drafts from requests' own text",
     )
     parser.add_argument(
         "--prompts-of",

@@ -63,7 +63,7 @@ class DraftCosts:
         """Record a step."""
         self._last = num_running.bit_length()
         self._classes.setdefault(self._last, _StepTimes()).add(
-            step.num_drafted, step.seconds, len(step.accepted) + step.num_declined
+            step.num_drafted, step.seconds, len(step.rows) + step.num_declined
         )
 
     def least_probability(self) -> float:

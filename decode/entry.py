@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from decode.draft_yields import GrownTree
 from decode.speculation import DraftState
 from decode.suffix_draft import SuffixDraft
 from engine.core.batch import ForwardMode
@@ -14,6 +15,7 @@ from engine.core.draft_trees import AcceptedNodes
 from engine.core.request import FinishReason, SampledToken
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import SlotAllocator, SlotLease
+from engine.speculative.contracts.config import Proposer
 from pool.request.entry import Entry, Failed
 from runtime.digests import names_draft
 from runtime.errors import BatonError
@@ -56,6 +58,7 @@ class DecodeEntry(Entry[DecodeEntryEvent]):
     # Output tokens that the last stage knows; None if it has no state of the request.
     num_kept: int | None = None
     draft: DraftState = field(default_factory=DraftState)
+    grown: GrownTree | None = None  # on a pool with several proposers, from its first step on
     # The record for the states of its trees; without it the request runs without trees.
     scratch: SlotLease | None = None
     num_due: int = 0  # tokens that batches in flight sample
@@ -68,6 +71,11 @@ class DecodeEntry(Entry[DecodeEntryEvent]):
     def suffixes(self) -> SuffixDraft:
         """Return its drafts on a pool that drafts suffixes."""
         return SuffixDraft()
+
+    @property
+    def may_draft(self) -> bool:
+        """Return whether its steps may verify drafts."""
+        return self.request.speculates and self.scratch is not None
 
     @property
     def num_tokens(self) -> int:
@@ -184,7 +192,7 @@ class DecodeLimits:
     chunk_tokens: int = 512  # tokens of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
-    drafts_suffixes: bool = False  # else a draft model on the last stage drafts
+    proposers: tuple[Proposer, ...] = ("model",)
     has_states: bool = False
     local_rest_tokens: int = 0  # most missing prompt tokens that are computed here
     steps_ahead: bool = False

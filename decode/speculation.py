@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.core.batch import ForwardBatch
-from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
+from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree, Verified
 from engine.memory.layout import NULL_INDEX
 from engine.pipeline.results import StepResult
+from engine.speculative.contracts.config import Proposer
 
 # Maps the number of running requests to the largest number of nodes of their next trees. None: the
 # draft model does not follow the sampled tokens.
@@ -16,16 +17,24 @@ MAX_DRAFT_TOKENS = 1 << 16  # no limit: every tree that the pool is built for
 
 
 @dataclass(frozen=True)
+class VerifiedRow:
+    """The numbers of a row's draft tokens that were verified, and that were accepted."""
+
+    num_drafted: int
+    num_accepted: int
+    proposer: Proposer = "model"
+
+
+@dataclass(frozen=True)
 class VerifiedStep:
     """One verified step.
 
-    accepted      number of accepted draft tokens, per sampling row that was to have drafts
+    rows          sampling rows that were to have drafts
     num_declined  sampling rows without drafts
     seconds       since the previous result, or since the launch after a pause
     """
 
-    num_drafted: int
-    accepted: tuple[int, ...]
+    rows: tuple[VerifiedRow, ...]
     seconds: float
     num_declined: int = 0
 
@@ -34,10 +43,13 @@ class VerifiedStep:
         cls,
         batch: ForwardBatch,
         result: StepResult,
-        may_draft: Callable[[int], bool],
+        proposer_of: Callable[[int], Proposer | None],
         seconds: float,
     ) -> Self:
-        """Return the step of a batch; `may_draft` is called with the keys of its sampling rows."""
+        """Return the step of a batch.
+
+        `proposer_of` is called with the keys of its sampling rows; None is a row without drafts.
+        """
         sampled = [
             (key, length)
             for key, length, sampling in zip(
@@ -45,22 +57,27 @@ class VerifiedStep:
             )
             if sampling is not None
         ]
-        accepted = tuple(
-            len(row.accepted) - 1
-            for (key, _), row in zip(sampled, result.verified, strict=True)
-            if may_draft(key)
+        rows = tuple(
+            VerifiedRow(length - 1, len(row.accepted) - 1, proposer)
+            for (key, length), row in zip(sampled, result.verified, strict=True)
+            if (proposer := proposer_of(key)) is not None
         )
-        return cls(
-            sum(length - 1 for _, length in sampled),
-            accepted,
-            seconds,
-            len(sampled) - len(accepted),
-        )
+        return cls(rows, seconds, len(sampled) - len(rows))
+
+    @property
+    def num_drafted(self) -> int:
+        """Return the number of draft tokens that were verified."""
+        return sum(row.num_drafted for row in self.rows)
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Return the number of accepted draft tokens of each row."""
+        return tuple(row.num_accepted for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Return the number of sampled tokens: the accepted ones and one more per row."""
-        return sum(self.accepted) + len(self.accepted) + self.num_declined
+        return sum(self.accepted) + len(self.rows) + self.num_declined
 
 
 # called with the step and the number of running requests
@@ -71,7 +88,9 @@ VerifiedListener = Callable[[VerifiedStep, int], None]
 class DraftState:
     """The speculation state of one request.
 
-    tree              proposed by the last stage, to be verified with the request's newest token
+    tree              to be verified with the request's newest token: the last stage's, until
+                      another proposer's replaces it
+    proposer          of this tree, or of the last one
     accepted          nodes that the last verification accepted; the stages commit them before the
                       request's next step
     start             position at which the draft model's cache starts
@@ -80,6 +99,7 @@ class DraftState:
     """
 
     tree: TokenTree = NO_TREE
+    proposer: Proposer = "model"
     accepted: AcceptedNodes | None = None
     start: int = 0
     followed: bool = False
@@ -89,6 +109,11 @@ class DraftState:
     def is_whole(self) -> bool:
         """Return whether the draft model's cache has every token that the request's has."""
         return self.followed and self.start == 0
+
+    def take(self, verified: Verified) -> None:
+        """Take the next tree of the last stage."""
+        self.tree = verified.draft
+        self.proposer = "grammar" if verified.is_forced else "model"
 
     def begin(self, num_draft_tokens: int | None) -> SpecRow:
         """Return the row that grows the first tree from the prompt's draft state."""

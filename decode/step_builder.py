@@ -6,9 +6,11 @@ Belongs to the engine thread.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from decode.draft_costs import DraftCosts
 from decode.entry import DecodeEntry, DecodeLimits
+from decode.proposers import Proposers
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import NOT_SAMPLED, Row, build_batch, chunk_end, sampling_row
@@ -31,6 +33,10 @@ class StepBuilder:
     pages: PageAllocator
     draft_tokens: Callable[[DecodeEntry], int | None]
     costs: DraftCosts
+
+    @cached_property
+    def _proposers(self) -> Proposers:
+        return Proposers(self.limits, self.costs, self.draft_tokens)
 
     def next(self, ready: Sequence[DecodeEntry], stepping: Stepping) -> ForwardBatch | None:
         """Build a batch of the entries that are `ready`, or return None if none takes a step.
@@ -167,15 +173,7 @@ class StepBuilder:
         The number of computed tokens is known only after verification.
         """
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
-        num_drafted = self.draft_tokens(entry)
-        # A tree that is there already is what the request's grammar forces.
-        if self.limits.drafts_suffixes and num_drafted and not entry.draft.tree:
-            entry.draft.tree = entry.suffixes.propose(
-                entry.request.prompt_token_ids,
-                entry.outputs,
-                num_drafted,
-                self.costs.least_probability(),
-            )
+        num_drafted = self._proposers.propose(entry)
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
         tree, spec = entry.draft.verify(
             entry.computed,

@@ -11,6 +11,7 @@ from decode.entry import DECODING, DecodeEntry, DecodeLimits
 from decode.speculation import VerifiedListener, VerifiedStep
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.pipeline.results import StepResult
+from engine.speculative.contracts.config import Proposer
 from pool.request.entry import EntryTable
 from runtime.clock import Clock
 
@@ -48,17 +49,17 @@ class StepMeter:
         """Record how long the batch took, and report what it verified."""
         if self.limits.speculates and batch.mode in DECODING and result.error is None:
             seconds = self.clock.now() - self._since_s
-            step = VerifiedStep.of(batch, result, self._may_draft, seconds)
-            if self.limits.drafts_suffixes:
+            step = VerifiedStep.of(batch, result, self._proposer_of, seconds)
+            if "suffix" in self.limits.proposers:
                 self.costs.observe(step, num_running)
             on_verified(step, num_running)
         self._note_pace(batch, num_running)
         self._since_s = self.clock.now()
 
-    def _may_draft(self, key: int) -> bool:
-        """Return whether the request's steps may verify drafts."""
+    def _proposer_of(self, key: int) -> Proposer | None:
+        """Return what drafted for the request's last step; None if it may have no drafts."""
         entry = self.entries[key]
-        return entry.request.speculates and entry.scratch is not None
+        return entry.draft.proposer if entry.may_draft else None
 
     def _note_pace(self, batch: ForwardBatch, num_running: int) -> None:
         """Record the duration of steps, and of prefill tokens while there are streams."""

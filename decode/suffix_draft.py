@@ -25,6 +25,22 @@ MEMORY = 0.9  # the weight of earlier measurements
 
 
 @dataclass(frozen=True)
+class LikelyChain:
+    """A drafted chain.
+
+    `expected` is the number of its tokens that are accepted on average. `whole` is the probability
+    that all are; 0 if the chain is shorter than allowed.
+    """
+
+    tree: TokenTree = NO_TREE
+    expected: float = 0.0
+    whole: float = 0.0
+
+
+NO_CHAIN = LikelyChain()
+
+
+@dataclass(frozen=True)
 class _Guess:
     """A drafted chain, to be compared with the tokens from `start` on."""
 
@@ -47,7 +63,7 @@ class SuffixDraft:
         outputs: Sequence[int],
         max_nodes: int,
         least_probability: float = UNKNOWN_PROBABILITY,
-    ) -> TokenTree:
+    ) -> LikelyChain:
         """Return a chain of at most `max_nodes` tokens to follow prompt and outputs.
 
         Its tokens are accepted with at least this probability, as far as is known. Prompt and
@@ -59,20 +75,27 @@ class SuffixDraft:
         found = self._index.find()
         if not found.ends or not max_nodes:
             self._last = None
-            return NO_TREE
-        chain, num_worthwhile = self._chain(found, max_nodes, least_probability)
+            return NO_CHAIN
+        chain, probabilities = self._chain(found, max_nodes, least_probability)
         self._last = _Guess(len(self._index), found.length, chain)
-        return TokenTree(chain, tuple(range(-1, len(chain) - 1))).first(num_worthwhile)
+        count = len(probabilities)
+        return LikelyChain(
+            TokenTree(chain[:count], tuple(range(-1, count - 1))),
+            sum(probabilities),
+            probabilities[-1] if count == max_nodes else 0.0,
+        )
 
     def _chain(
         self, found: Occurrences, max_nodes: int, least_probability: float
-    ) -> tuple[tuple[int, ...], int]:
-        """Return the continuation with most votes, and how many of its tokens are worthwhile.
+    ) -> tuple[tuple[int, ...], list[float]]:
+        """Return the continuation with most votes, and the probabilities of its worthwhile tokens.
 
-        The first token is always in the chain, so that a chance that rises is noticed.
+        A token's probability is that of the chain up to it. The first token is always in the chain,
+        so that a chance that rises is noticed.
         """
         ends = found.ends
         chain: list[int] = []
+        probabilities: list[float] = []
         probability = 1.0
         for depth in range(max_nodes):
             followers = [self._index.following(end, depth) for end in ends]
@@ -81,14 +104,15 @@ class SuffixDraft:
             chain.append(token_id)
             probability *= self._accepted[_class_of(found.length + depth)] * count / len(ends)
             if probability < least_probability:
-                return tuple(chain), depth
+                break
+            probabilities.append(probability)
             if count < len(ends):
                 ends = tuple(
                     end
                     for end, follower in zip(ends, followers, strict=True)
                     if follower == token_id
                 )
-        return tuple(chain), max_nodes
+        return tuple(chain), probabilities
 
     def _learn(self) -> None:
         """Compare the last chain with the tokens that followed."""

@@ -86,16 +86,19 @@ class SuffixIndex:
             return ends, longest
         older = self._older[order]
         at = older[last]
-        newest = self.tokens[max(0, last + 1 - MAX_MATCH) :]
+        tokens = self.tokens
+        newest = tokens[max(0, last + 1 - MAX_MATCH) :]
         for _ in range(MAX_VISITS):
             if at == NOWHERE or (len(ends) == MAX_ALIKE and longest == MAX_MATCH):
                 break
-            length = self._matching(at, newest)
-            if length > longest:
-                ends.clear()
-                longest = length
-            if length == longest:
-                ends.append(at + 1)
+            # A shorter match differs in the first token of the longest one.
+            if at + 1 >= longest and tokens[at + 1 - longest] == newest[-longest]:
+                length = self._matching(at, newest)
+                if length > longest:
+                    ends.clear()
+                    longest = length
+                if length == longest:
+                    ends.append(at + 1)
             at = older[at]
         return ends, longest
 

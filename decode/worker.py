@@ -101,7 +101,7 @@ def decode_limits(config: WorkerConfig, plan: StagePlan) -> DecodeLimits:
         chunk_tokens=max(config.chunk_tokens, grid),
         growth_tokens=config.page_size,
         num_draft_tokens=plan.num_draft_tokens,
-        drafts_suffixes=plan.speculation is not None and plan.speculation.drafts_suffixes,
+        proposers=() if plan.speculation is None else plan.speculation.proposers,
         has_states=has_states,
         local_rest_tokens=0 if has_states else config.local_rest_tokens,
         steps_ahead=config.overlap_steps,
@@ -185,16 +185,16 @@ class DecodeLeader:
         metrics = SpeculationMetrics.create(parts.registry)
         # Creates the series: a draft without any accepted token must show zero, not a missing
         # series.
-        proposer = "suffix" if plan.drafts_suffixes else "model"
-        metrics.drafted.labels(proposer)
-        metrics.accepted.labels(proposer, "1")
+        for proposer in (*plan.proposers, "grammar"):
+            metrics.drafted.labels(proposer)
+            metrics.accepted.labels(proposer, "1")
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
             # The step itself counts one token per row.
             parts.meters.on_generated(sum(step.accepted))
-            observe_verified(metrics, step, proposer)
+            observe_verified(metrics, step)
             # Without drafts there is no throughput to record.
-            if self._adaptive is not None and step.accepted:
+            if self._adaptive is not None and step.rows:
                 self._adaptive.observe(step, num_running)
 
         for scheduler in self.ranks.schedulers:
@@ -213,15 +213,17 @@ class DecodeLeader:
             )
 
 
-def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep, proposer: str) -> None:
-    """Record the metrics of one verification of drafts of the proposer."""
-    metrics.drafted.labels(proposer).inc(step.num_drafted)
-    for count in step.accepted:
-        metrics.accept_length.observe(count + 1)
-    for depth in range(1, max(step.accepted, default=0) + 1):
-        metrics.accepted.labels(proposer, str(depth)).inc(
-            sum(count >= depth for count in step.accepted)
-        )
+def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
+    """Record the metrics of one verification of drafts."""
+    for row in step.rows:
+        metrics.accept_length.observe(row.num_accepted + 1)
+    for proposer in {row.proposer for row in step.rows}:
+        rows = [row for row in step.rows if row.proposer == proposer]
+        metrics.drafted.labels(proposer).inc(sum(row.num_drafted for row in rows))
+        for depth in range(1, max(row.num_accepted for row in rows) + 1):
+            metrics.accepted.labels(proposer, str(depth)).inc(
+                sum(row.num_accepted >= depth for row in rows)
+            )
     metrics.step_s.labels("yes" if step.num_drafted else "no").observe(step.seconds)
 
 

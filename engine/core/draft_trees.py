@@ -174,13 +174,15 @@ class CarriedKeys:
 class Verified:
     """The result of verifying one sampling row.
 
-    `accepted` are the accepted nodes, root first; `draft` is the next tree to verify. The row
-    sampled one token per accepted node. A row that was not under verification accepts only its last
-    token; a row of a PREBUILT batch accepts nothing.
+    `accepted` are the accepted nodes, root first. The row sampled one token per accepted node. A
+    row that was not under verification accepts only its last token; a row of a PREBUILT batch
+    accepts nothing. `draft` is the next tree to verify; if `is_forced`, the request's grammar
+    allows no other tokens.
     """
 
     accepted: tuple[int, ...] = (0,)
     draft: TokenTree = NO_TREE
+    is_forced: bool = False
 
 
 def ancestors(parents: tuple[int, ...], node: int) -> tuple[int, ...]:

@@ -106,10 +106,10 @@ class LastStage:
             if self.drafter is not None
             else [NO_TREE] * len(runs)
         )
-        verified = [
-            Verified(tuple(run.accepted), self._forced(batch, batch.spec_info, run) or tree)
-            for run, tree in zip(runs, trees, strict=True)
-        ]
+        verified = []
+        for run, tree in zip(runs, trees, strict=True):
+            forced = self._forced(batch, batch.spec_info, run)
+            verified.append(Verified(tuple(run.accepted), forced or tree, is_forced=bool(forced)))
         return StageResult(tokens, verified, scored.scores)
 
     def _forced(self, batch: ForwardBatch, spec: SpecInfo, run: AcceptedRun) -> TokenTree:

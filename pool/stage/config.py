@@ -257,6 +257,11 @@ class WorkerConfig(TlsConfig):
         description="send the draft model's state of the prompt between pools "
         "that both have --draft; no: never",
     )
+    spec_suffix: bool = Field(
+        default=True,
+        description="beside a draft model, draft from the request's own text where that is "
+        "likelier to be accepted",
+    )
     spec_adaptive: bool = Field(
         default=True, description="shorten drafts, or draft nothing, while that raises throughput"
     )

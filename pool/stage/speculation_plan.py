@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
-from engine.speculative.contracts.config import SUFFIX, SpeculationConfig
+from engine.speculative.contracts.config import SUFFIX, Proposer, SpeculationConfig
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
@@ -23,9 +23,9 @@ class SpeculationPlan:
     config: SpeculationConfig
 
     @property
-    def drafts_suffixes(self) -> bool:
-        """Return whether the leader drafts what followed the same tokens before."""
-        return True
+    def proposers(self) -> tuple[Proposer, ...]:
+        """Return what drafts."""
+        return ("suffix",)
 
     @property
     def handed(self) -> bool:
@@ -84,10 +84,11 @@ class DraftModelPlan(SpeculationPlan):
 
     draft: DraftDescription
     sends_state: bool  # if both pools have the draft model
+    has_suffixes: bool = True
 
     @property
-    def drafts_suffixes(self) -> bool:
-        return False
+    def proposers(self) -> tuple[Proposer, ...]:
+        return ("model", "suffix") if self.has_suffixes else ("model",)
 
     @property
     def handed(self) -> bool:
@@ -178,7 +179,8 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
         _check_vocabulary(config.model, config.draft)
     if draft.num_chain_layers > 1:
         flags = _layerwise(flags, draft.num_chain_layers)
-    return DraftModelPlan(flags, draft, config.spec_prompt and not draft.is_frozen)
+    sends_state = config.spec_prompt and not draft.is_frozen
+    return DraftModelPlan(flags, draft, sends_state, config.spec_suffix)
 
 
 def _flags(config: WorkerConfig, draft: Path) -> SpeculationConfig:

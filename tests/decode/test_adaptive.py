@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from decode.adaptive import AdaptiveDraft
-from decode.speculation import VerifiedStep
+from decode.speculation import VerifiedRow, VerifiedStep
 
 Pool = Callable[[int], tuple[float, float]]  # draft length -> (tokens per step, seconds per step)
 
@@ -25,7 +25,10 @@ def run(
         tokens, seconds = tokens + per_step, seconds + duration
         # A hundred rows, so that fractions of a token count.
         policy.observe(
-            VerifiedStep(100 * length, (0,) * 99 + (round(100 * per_step) - 100,), duration),
+            VerifiedStep(
+                (*[VerifiedRow(length, 0)] * 99, VerifiedRow(length, round(100 * per_step) - 100)),
+                duration,
+            ),
             num_running,
         )
     return tokens, seconds

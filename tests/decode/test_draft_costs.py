@@ -5,11 +5,12 @@ import random
 import pytest
 
 from decode.draft_costs import LEAST, MIN_STEPS, MOST, UNKNOWN_PROBABILITY, DraftCosts
-from decode.speculation import VerifiedStep
+from decode.speculation import VerifiedRow, VerifiedStep
 
 
 def observed(costs: DraftCosts, drafted: int, seconds: float, requests: int = 1) -> None:
-    costs.observe(VerifiedStep(drafted, (0,) * requests, seconds), requests)
+    rows = (VerifiedRow(drafted, 0), *[VerifiedRow(0, 0)] * (requests - 1))
+    costs.observe(VerifiedStep(rows, seconds), requests)
 
 
 def test_before_it_is_measured_it_is_a_guess() -> None:

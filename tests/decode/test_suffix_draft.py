@@ -19,7 +19,7 @@ def passes(draft: SuffixDraft, prompt: Sequence[int], answer: Sequence[int]) -> 
     known = 0
     lengths = []
     while known < len(answer):
-        tree = draft.propose(prompt, answer[:known], 5)
+        tree = draft.propose(prompt, answer[:known], 5).tree
         lengths.append(len(tree))
         accepted = 0
         for token in tree.token_ids:
@@ -32,9 +32,9 @@ def passes(draft: SuffixDraft, prompt: Sequence[int], answer: Sequence[int]) -> 
 
 def test_the_continuation_of_the_longest_match_is_drafted() -> None:
     prompt = [*range(100, 120), 7, 8, *range(100, 110)]
-    assert SuffixDraft().propose(prompt, [], 4) == chain(110, 111, 112, 113)
-    assert SuffixDraft().propose(prompt, [110, 111], 2) == chain(112, 113)
-    assert SuffixDraft().propose(prompt, [], 0) == NO_TREE
+    assert SuffixDraft().propose(prompt, [], 4).tree == chain(110, 111, 112, 113)
+    assert SuffixDraft().propose(prompt, [110, 111], 2).tree == chain(112, 113)
+    assert SuffixDraft().propose(prompt, [], 0).tree == NO_TREE
 
 
 def test_unrelated_text_is_not_drafted() -> None:
@@ -46,9 +46,9 @@ def test_unrelated_text_is_not_drafted() -> None:
 def test_votes_decide_and_a_tie_goes_to_the_newest() -> None:
     match = range(9)
     text = [*match, 50, 91, *match, 60, 92, *match, 50, 93, *match]
-    assert SuffixDraft().propose(text, [], 1) == chain(50)
+    assert SuffixDraft().propose(text, [], 1).tree == chain(50)
     text = [*match, 50, 91, *match, 60, 92, *match]
-    assert SuffixDraft().propose(text, [], 1) == chain(60)
+    assert SuffixDraft().propose(text, [], 1).tree == chain(60)
 
 
 def test_a_chain_ends_where_it_would_probably_be_rejected() -> None:
@@ -57,9 +57,9 @@ def test_a_chain_ends_where_it_would_probably_be_rejected() -> None:
     for guess in (FIRST_GUESSES[0], FIRST_GUESSES[1], FIRST_GUESSES[2]):
         probability *= guess
         length += probability >= UNKNOWN_PROBABILITY
-    assert len(SuffixDraft().propose(text, [], MANY)) == length
+    assert len(SuffixDraft().propose(text, [], MANY).tree) == length
     # The match of two tokens grows, and with it the chance of each further one.
-    assert len(SuffixDraft().propose([*range(40), 77, *range(20)], [], MANY)) > 2
+    assert len(SuffixDraft().propose([*range(40), 77, *range(20)], [], MANY).tree) > 2
 
 
 def test_copies_are_drafted_further_the_more_are_accepted() -> None:
@@ -98,6 +98,6 @@ def test_a_text_that_repeats_again_is_drafted_again() -> None:
 def test_a_token_that_costs_more_has_to_be_surer() -> None:
     text = [*range(40), 77, *range(20)]
     lengths = [
-        len(SuffixDraft().propose(text, [], MANY, least)) for least in (0.05, 0.5, 0.79, 0.98)
+        len(SuffixDraft().propose(text, [], MANY, least).tree) for least in (0.05, 0.5, 0.79, 0.98)
     ]
     assert lengths == [13, 3, 1, 0]

@@ -1,15 +1,17 @@
 """Drafts from requests' own text change no token and no bit, on every kind of pool."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from decode.speculation import VerifiedStep
+from decode.speculation import VerifiedRow, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
-from tests.decode.test_speculation import assert_nothing_leaked, requests, shown
+from tests.decode.test_speculation import SHAPES, assert_nothing_leaked, requests, shown
+from tests.support.drafts.drafters import OracleDrafter, always
 from tests.support.grids import mostly_long
 from tests.support.models.tiny_models import (
     DEEPSEEK_V3,
@@ -22,7 +24,7 @@ from tests.support.models.tiny_models import (
     QWEN3_MOE,
     tiny,
 )
-from tests.support.pool.local_pool import SUFFIXES, Answer, local_pool
+from tests.support.pool.local_pool import SUFFIXES, Answer, Speculation, local_pool
 
 TARGETS = {
     "llama": LLAMA,
@@ -99,6 +101,43 @@ def test_ranks_give_the_same_bits(tp: int, dp: int) -> None:
     with local_pool(description, tp=tp, dp=dp, speculation=SUFFIXES) as pool:
         answers = pool.generate(wanted())
     assert shown(answers) == shown(alone(description))
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "size", "ranks"),
+    [
+        ("llama", "tree 4x4/15", 1, (1, 1)),
+        ("llama", "chain 3", 3, (2, 2)),
+        pytest.param("hybrid", "chain 5", 2, (1, 1), marks=pytest.mark.long),
+        pytest.param("hybrid-moe", "tree 8x5/31", 1, (1, 1), marks=pytest.mark.long),
+        ("gemma-3", "chain 5", 2, (1, 1)),
+        pytest.param("deepseek-v3.2", "tree 4x4/15", 2, (1, 1), marks=pytest.mark.long),
+    ],
+)
+def test_a_draft_model_beside_them_gives_the_same_bits(
+    target: str, shape: str, size: int, ranks: tuple[int, int]
+) -> None:
+    description = described(target)
+    expected = alone(description)
+    truth = {
+        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
+        for key, (request, answer) in enumerate(zip(wanted(), expected, strict=True), start=1)
+    }
+    drafter = OracleDrafter(SHAPES[shape], truth, error_rate=0.3)
+    both = Speculation(always(drafter), drafter.shape.nodes, proposers=("model", "suffix"))
+    rows: list[VerifiedRow] = []
+    tp, dp = ranks
+    with local_pool(description, size, tp=tp, dp=dp, speculation=both) as pool:
+        for scheduler in pool.schedulers:
+            scheduler.on_verified = lambda step, num_running: rows.extend(step.rows)
+        answers = pool.generate(wanted())
+        assert_nothing_leaked(pool)
+    assert shown(answers) == shown(expected)
+    accepted = Counter[str]()
+    for row in rows:
+        accepted[row.proposer] += row.num_accepted
+    assert accepted["model"] > 0
+    assert accepted["suffix"] > 0
 
 
 def test_a_request_that_declines_drafts_has_none() -> None:

@@ -145,9 +145,7 @@ async def test_the_entries_of_a_draft_come_along(
     """As many drafts are accepted as after a cold start. Decode pools of the demo's model do not
     lend, because it has recurrent states."""
     seen: list[VerifiedStep] = []
-    monkeypatch.setattr(
-        worker, "observe_verified", lambda metrics, step, proposer: seen.append(step)
-    )
+    monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))
     if holder == "prefill":
         model, draft = demo_model(), demo_model().parent / "draft"
         text = " ".join(str(query.prompt) for query in held_out_queries(3))
@@ -156,7 +154,13 @@ async def test_the_entries_of_a_draft_come_along(
         model = make_checkpoint(tmp_path, "llama", dtype=torch.float32)
         draft = save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
         query = as_query(question("first", ROOT[:200], num_tokens=60))
-    drafting = {"draft": draft, "spec_topk": 4, "spec_draft_tokens": 8, "spec_adaptive": False}
+    drafting = {
+        "draft": draft,
+        "spec_topk": 4,
+        "spec_draft_tokens": 8,
+        "spec_adaptive": False,
+        "spec_suffix": False,
+    }
     async with cluster_in_process(
         model,
         other_prefill=None if holder == "decode" else (2, 1),

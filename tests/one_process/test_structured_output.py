@@ -14,8 +14,7 @@ import pytest
 from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
 from decode import worker
 from decode.speculation import VerifiedStep
-from decode.suffix_draft import SuffixDraft
-from engine.core.draft_trees import NO_TREE
+from decode.suffix_draft import NO_CHAIN, SuffixDraft
 from engine.speculative.contracts.config import SUFFIX
 from runtime.errors import CapacityError, InvalidRequestError
 from runtime.grammar import Grammar, Grammars, process
@@ -121,11 +120,9 @@ async def test_what_a_grammar_forces_is_drafted_and_accepted(
 ) -> None:
     expected = await answers(speller, 1, 1, {})
     steps: list[VerifiedStep] = []
-    monkeypatch.setattr(
-        worker, "observe_verified", lambda metrics, step, proposer: steps.append(step)
-    )
+    monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: steps.append(step))
     # No text is drafted, so what is drafted is what grammars force.
-    monkeypatch.setattr(SuffixDraft, "propose", lambda *arguments: NO_TREE)
+    monkeypatch.setattr(SuffixDraft, "propose", lambda *arguments: NO_CHAIN)
     settings = {"draft": SUFFIX, "spec_draft_tokens": 6, "spec_adaptive": False}
     found = await answers(speller, 1, decode_pp, settings)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]

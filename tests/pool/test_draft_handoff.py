@@ -67,9 +67,7 @@ def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedSte
         "load_layers",
         lambda self, **where: [KnowingModel(layer, truth) for layer in load(self, **where)],
     )
-    monkeypatch.setattr(
-        worker, "observe_verified", lambda metrics, step, proposer: steps.append(step)
-    )
+    monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: steps.append(step))
     return steps
 
 
@@ -97,7 +95,13 @@ async def test_the_first_decode_step_verifies_a_tree(
     data_ranks: int,
     shape: dict[str, int],
 ) -> None:
-    drafting = {**shape, "draft": draft, "spec_adaptive": False, "dp_attention": data_ranks}
+    drafting = {
+        **shape,
+        "draft": draft,
+        "spec_adaptive": False,
+        "spec_suffix": False,
+        "dp_attention": data_ranks,
+    }
     async with cluster_in_process(
         checkpoint,
         prefill_pp=prefill_pp,
@@ -125,7 +129,7 @@ async def test_only_one_side_has_a_draft(
     decode: dict[str, object],
 ) -> None:
     """Lower acceptance at the beginning, or none at all, and the same output."""
-    with_draft = {"draft": draft, "spec_adaptive": False}
+    with_draft = {"draft": draft, "spec_adaptive": False, "spec_suffix": False}
     async with cluster_in_process(
         checkpoint,
         prefill={**prefill, **with_draft} if prefill else {},

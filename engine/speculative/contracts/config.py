@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from runtime.errors import ConfigError
 
 SUFFIX = Path("suffix")  # in place of a folder: drafts from the request's own text
+# What drafts: a draft model or the request's grammar on the last stage, or its text on the leader.
+Proposer = Literal["model", "grammar", "suffix"]
 MAX_TOPK = 32
 MAX_STEPS = 16
 MAX_DRAFT_TOKENS = 128

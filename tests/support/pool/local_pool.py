@@ -35,6 +35,7 @@ from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
+from engine.speculative.contracts.config import Proposer
 from engine.speculative.contracts.drafter import Drafter
 from models.loader import ModelDescription
 from pool.request.entry import Failed
@@ -54,10 +55,10 @@ class Speculation:
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     poisons_leftovers: bool = False  # see `Leftovers`
     over_pools: Callable[[StagePools], Drafter] | None = None
-    drafts_suffixes: bool = False
+    proposers: tuple[Proposer, ...] = ("model",)
 
 
-SUFFIXES = Speculation(lambda num_pages: None, 5, drafts_suffixes=True)
+SUFFIXES = Speculation(lambda num_pages: None, 5, proposers=("suffix",))
 
 
 def build_executor(
@@ -390,7 +391,7 @@ def local_pool(
         has_states=needs_slots,
         steps_ahead=steps_ahead,
         num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
-        drafts_suffixes=speculation is not None and speculation.drafts_suffixes,
+        proposers=() if speculation is None else speculation.proposers,
     )
     keys = count(1)
     schedulers = tuple(

@@ -1,0 +1,100 @@
+"""How far a draft model's trees are right, measured by depth."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from engine.core.draft_trees import NO_TREE, TokenTree, node_depths
+
+FIRST_GUESS = 0.7  # accepted tokens per drafted one of each depth, before a measurement
+MEMORY = 0.9  # the weight of a request's earlier trees
+POOL_MEMORY = 0.99  # the weight of earlier trees of all requests
+
+
+@dataclass
+class DraftYield:
+    """The fractions of trees that were right up to each depth, with decaying weights."""
+
+    memory: float
+    _reached: list[float] = field(default_factory=list)
+
+    def expected(self, depth: int) -> float:
+        """Return how many tokens of a tree of this depth are accepted on average."""
+        self._grow(depth)
+        return sum(self._reached[:depth])
+
+    def add(self, depth: int, right: int, known: int) -> None:
+        """Record a tree that is right up to depth `right`, of which `known` depths are known.
+
+        If it is wrong within these, it is right no deeper.
+        """
+        self._grow(depth)
+        for level in range(depth if right < known else min(depth, known)):
+            share = 1 - self.memory if level < right else 0.0
+            self._reached[level] = self.memory * self._reached[level] + share
+
+    def of_request(self) -> Self:
+        """Return the same measurements, to be continued by one request."""
+        return replace(self, memory=MEMORY, _reached=list(self._reached))
+
+    def _grow(self, depth: int) -> None:
+        for level in range(len(self._reached), depth):
+            self._reached.append(FIRST_GUESS * (self._reached[level - 1] if level else 1.0))
+
+
+@dataclass
+class GrownTree:
+    """The last tree that a draft model grew for a request, and what its trees yield.
+
+    `num_outputs` is the number of output tokens that the tree follows.
+    """
+
+    yields: DraftYield
+    tree: TokenTree = NO_TREE
+    num_outputs: int = 0
+
+    @property
+    def expected(self) -> float:
+        """Return how many of its tokens are accepted on average."""
+        return self.yields.expected(tree_depth(self.tree))
+
+    def follow(self, tree: TokenTree, outputs: Sequence[int], typical: DraftYield) -> None:
+        """Compare the last tree with the output since, and take the next one.
+
+        The tree need not have been verified. `typical` is of all requests.
+        """
+        if self.tree:
+            actual = outputs[self.num_outputs :]
+            right = matching_depth(self.tree, actual)
+            for yields in (self.yields, typical):
+                yields.add(tree_depth(self.tree), right, len(actual))
+        self.tree, self.num_outputs = tree, len(outputs)
+
+
+def tree_depth(tree: TokenTree) -> int:
+    """Return the depth of the deepest node, 0 without nodes."""
+    return len(tree) if _is_chain(tree) else max(node_depths(tree.rooted_parents))
+
+
+def matching_depth(tree: TokenTree, token_ids: Sequence[int]) -> int:
+    """Return how many of the first tokens are a path of the tree from its root."""
+    if _is_chain(tree):
+        pairs = zip(tree.token_ids, token_ids, strict=False)
+        return next(
+            (depth for depth, (drafted, actual) in enumerate(pairs) if drafted != actual),
+            min(len(tree), len(token_ids)),
+        )
+    children: dict[tuple[int, int], int] = {}
+    for node, edge in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
+        children.setdefault(edge, node)
+    node = -1
+    for depth, token_id in enumerate(token_ids):
+        found = children.get((node, token_id))
+        if found is None:
+            return depth
+        node = found
+    return len(token_ids)
+
+
+def _is_chain(tree: TokenTree) -> bool:
+    return len(set(tree.parents)) == len(tree)  # parents precede children
