@@ -1,5 +1,6 @@
 """How far a draft model's trees are right, measured by depth."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -8,7 +9,7 @@ from engine.core.draft_trees import NO_TREE, TokenTree, node_depths
 
 FIRST_GUESS = 0.7  # accepted tokens per drafted one of each depth, before a measurement
 MEMORY = 0.9  # the weight of a request's earlier trees
-POOL_MEMORY = 0.99  # the weight of earlier trees of all requests
+POOL_MEMORY = 0.97  # the weight of earlier trees of all requests
 
 
 @dataclass
@@ -22,6 +23,11 @@ class DraftYield:
         """Return how many tokens of a tree of this depth are accepted on average."""
         self._grow(depth)
         return sum(self._reached[:depth])
+
+    @property
+    def expected_of_most(self) -> float:
+        """Return the same of the deepest tree so far; infinity before there is any."""
+        return sum(self._reached) if self._reached else math.inf
 
     def add(self, depth: int, right: int, known: int) -> None:
         """Record a tree that is right up to depth `right`, of which `known` depths are known.
@@ -46,12 +52,14 @@ class DraftYield:
 class GrownTree:
     """The last tree that a draft model grew for a request, and what its trees yield.
 
-    `num_outputs` is the number of output tokens that the tree follows.
+    `num_outputs` is the number of output tokens that the tree follows. `num_rests` counts the steps
+    since trees ceased to pay.
     """
 
     yields: DraftYield
     tree: TokenTree = NO_TREE
     num_outputs: int = 0
+    num_rests: int = 0
 
     @property
     def expected(self) -> float:

@@ -193,6 +193,7 @@ class DecodeLimits:
     growth_tokens: int = 64
     num_draft_tokens: int = 0
     proposers: tuple[Proposer, ...] = ("model",)
+    adapts: bool = False  # whether it drafts less where drafts do not pay
     has_states: bool = False
     local_rest_tokens: int = 0  # most missing prompt tokens that are computed here
     steps_ahead: bool = False

@@ -6,8 +6,9 @@ tokens per second of plain steps, with p = b R / a. The proposer with the higher
 measured for each request: for its own text by the length of the match, for the model by depth. Both
 learn from every step, because drafts that were not verified are compared with the output as well.
 
-While the text repeats for certain, the model only follows and grows no tree. Belongs to the engine
-thread.
+While the text repeats for certain, the model only follows and grows no tree. If the pool adapts to
+what pays, it also grows none for a request whose trees clearly cost more than they yield, but for
+some probes. If these fail, it no longer follows the request. Belongs to the engine thread.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,15 @@ from dataclasses import dataclass, field
 from decode.draft_costs import DraftCosts
 from decode.draft_yields import POOL_MEMORY, DraftYield, GrownTree
 from decode.entry import DecodeEntry, DecodeLimits
-from decode.suffix_draft import LikelyChain
+from decode.suffix_draft import NO_CHAIN, LikelyChain
 from engine.core.draft_trees import NO_TREE
 
 # Probability of a whole chain from which the model grows no tree for the step after it.
 SURE = 0.7
+# A tree clearly does not pay if its cost, p n tokens, is that many times what is accepted of it.
+CLEAR_LOSS = 2.0
+PROBE_STEPS = 16  # of a model whose trees do not pay, one in that many steps grows one
+MAX_PROBES = 3  # after that many the model no longer follows the request
 
 
 @dataclass(frozen=True)
@@ -39,40 +44,42 @@ class Proposers:
     def propose(self, entry: DecodeEntry) -> int | None:
         """Set the drafts of the entry's next step; return `draft_tokens` for the tree after it."""
         num_drafted = self.draft_tokens(entry)
-        if "suffix" not in self.limits.proposers:
-            return num_drafted
-        draft = entry.draft
-        is_forced = draft.proposer == "grammar" and bool(draft.tree)
-        if "model" in self.limits.proposers:
-            return self._choose(entry, num_drafted, is_forced=is_forced)
-        if not is_forced:
-            draft.proposer = "suffix"
-            if num_drafted:
-                draft.tree = self._chain(entry, num_drafted).tree
-        return num_drafted
-
-    def _choose(
-        self, entry: DecodeEntry, num_drafted: int | None, *, is_forced: bool
-    ) -> int | None:
-        """Replace the model's tree if the chain of the request's text is worth more.
-
-        Tokens that a grammar forces are never replaced.
-        """
-        draft = entry.draft
         if not entry.may_draft:
+            return num_drafted  # 0 or None
+        # Tokens that the request's grammar forces are never replaced.
+        is_forced = entry.draft.proposer == "grammar" and bool(entry.draft.tree)
+        if "model" not in self.limits.proposers:
+            if not is_forced:
+                self._draft(entry, self._chain(entry, num_drafted) if num_drafted else NO_CHAIN)
             return num_drafted
         if entry.grown is None:
             entry.grown = GrownTree(self._typical.of_request())
-        grown = entry.grown
-        grown.follow(NO_TREE if is_forced else draft.tree, entry.outputs, self._typical)
-        if is_forced:
-            return num_drafted
-        chain = self._chain(entry, self.limits.num_draft_tokens)
-        by_model = self._worth(grown.expected, len(draft.tree))
-        if not chain.tree or self._worth(chain.expected, len(chain.tree)) <= by_model:
-            return num_drafted
-        draft.tree, draft.proposer = chain.tree, "suffix"
-        return 0 if num_drafted and chain.whole >= SURE else num_drafted
+        entry.grown.follow(NO_TREE if is_forced else entry.draft.tree, entry.outputs, self._typical)
+        growth = self._growth(entry.grown, num_drafted) if num_drafted else num_drafted
+        if "suffix" in self.limits.proposers and not is_forced:
+            chain = self._chain(entry, self.limits.num_draft_tokens)
+            by_model = self._worth(entry.grown.expected, len(entry.draft.tree))
+            if chain.tree and self._worth(chain.expected, len(chain.tree)) > by_model:
+                self._draft(entry, chain)
+                if growth and chain.whole >= SURE:
+                    return 0
+        return growth
+
+    def _draft(self, entry: DecodeEntry, chain: LikelyChain) -> None:
+        entry.draft.tree, entry.draft.proposer = chain.tree, "suffix"
+
+    def _growth(self, grown: GrownTree, num_nodes: int) -> int | None:
+        """Return the nodes of the model's next tree; None if it need not follow any longer."""
+        if not self.limits.adapts:
+            return num_nodes
+        cost = self.costs.least_probability() * num_nodes
+        if cost < CLEAR_LOSS * grown.yields.expected_of_most:
+            grown.num_rests = 0
+            return num_nodes
+        grown.num_rests += 1
+        if grown.num_rests > MAX_PROBES * PROBE_STEPS:
+            return None
+        return num_nodes if grown.num_rests % PROBE_STEPS == 0 else 0
 
     def _chain(self, entry: DecodeEntry, max_nodes: int) -> LikelyChain:
         return entry.suffixes.propose(

@@ -50,8 +50,7 @@ class StepMeter:
         if self.limits.speculates and batch.mode in DECODING and result.error is None:
             seconds = self.clock.now() - self._since_s
             step = VerifiedStep.of(batch, result, self._proposer_of, seconds)
-            if "suffix" in self.limits.proposers:
-                self.costs.observe(step, num_running)
+            self.costs.observe(step, num_running)
             on_verified(step, num_running)
         self._note_pace(batch, num_running)
         self._since_s = self.clock.now()

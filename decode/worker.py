@@ -102,6 +102,7 @@ def decode_limits(config: WorkerConfig, plan: StagePlan) -> DecodeLimits:
         growth_tokens=config.page_size,
         num_draft_tokens=plan.num_draft_tokens,
         proposers=() if plan.speculation is None else plan.speculation.proposers,
+        adapts=config.spec_adaptive,
         has_states=has_states,
         local_rest_tokens=0 if has_states else config.local_rest_tokens,
         steps_ahead=config.overlap_steps,

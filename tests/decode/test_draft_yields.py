@@ -76,7 +76,7 @@ def test_a_request_begins_with_the_measurements_of_all() -> None:
         outputs = [1, *[5, 6, 4] * number]
         grown.follow(chain(5, 6), outputs, typical)
     assert grown.expected > 1.8
-    assert typical.expected(2) < 1
+    assert typical.expected(2) < 1.5
 
 
 def test_a_tree_is_compared_though_another_was_verified() -> None:

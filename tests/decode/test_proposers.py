@@ -1,14 +1,14 @@
 """Which of a pool's proposers drafts for a request, and when its draft model grows no tree."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from decode.draft_costs import DraftCosts
 from decode.entry import DecodeEntry, DecodeLimits
-from decode.proposers import Proposers
+from decode.proposers import MAX_PROBES, PROBE_STEPS, Proposers
 from engine.core.draft_trees import NO_TREE, TokenTree, Verified
 from engine.core.request import Request
 from engine.memory.leases import SlotAllocator
@@ -25,9 +25,10 @@ class Steps:
     accepted: dict[str, int]
     num_steps: int = 0
     num_ungrown: int = 0
+    num_left: int = 0  # steps that the model did not follow
 
 
-def limits(proposers: tuple[Proposer, ...]) -> DecodeLimits:
+def limits(proposers: tuple[Proposer, ...], *, adapts: bool) -> DecodeLimits:
     return DecodeLimits(
         page_size=16,
         grid=1,
@@ -36,6 +37,7 @@ def limits(proposers: tuple[Proposer, ...]) -> DecodeLimits:
         max_context_tokens=4096,
         num_draft_tokens=MOST,
         proposers=proposers,
+        adapts=adapts,
     )
 
 
@@ -43,13 +45,15 @@ def generate(
     prompt: Sequence[int],
     answer: Sequence[int],
     *,
-    right: float,
+    right: float | Callable[[int], float],
     proposers: tuple[Proposer, ...] = ("model", "suffix"),
     forced: frozenset[int] = frozenset(),
     grown: int | None = MOST,
     speculates: bool = True,
+    adapts: bool = False,
 ) -> Steps:
-    """Generate the answer with a draft model of which each token is right with probability `right`.
+    """Generate the answer with a draft model of which each token is right with probability `right`,
+    which may depend on the number of output tokens.
 
     A grammar forces the rest of the answer's chain after as many tokens as are in `forced`.
     """
@@ -57,12 +61,13 @@ def generate(
     request = Request("r", tuple(prompt), len(answer), speculates=speculates)
     entry = DecodeEntry(key=1, request=request, emit=lambda event: None)
     entry.lease_scratch(SlotAllocator(4))
-    chosen = Proposers(limits(proposers), DraftCosts(), lambda entry: grown)
+    chosen = Proposers(limits(proposers, adapts=adapts), DraftCosts(), lambda entry: grown)
     steps = Steps(dict.fromkeys(("model", "grammar", "suffix"), 0), {})
     steps.accepted = dict(steps.drafted)
     grows = 0
     while len(entry.outputs) < len(answer):
-        ahead = [token if rng.random() < right else -1 for token in answer[len(entry.outputs) :]]
+        share = right if isinstance(right, float) else right(len(entry.outputs))
+        ahead = [token if rng.random() < share else -1 for token in answer[len(entry.outputs) :]]
         is_forced = len(entry.outputs) in forced
         token_ids = tuple(answer[len(entry.outputs) :][:3] if is_forced else ahead[:grows])
         tree = TokenTree(token_ids, tuple(range(-1, len(token_ids) - 1)))
@@ -79,6 +84,7 @@ def generate(
         steps.accepted[entry.draft.proposer] += accepted
         steps.num_steps += 1
         steps.num_ungrown += asked == 0
+        steps.num_left += asked is None
         entry.outputs += answer[len(entry.outputs) :][: accepted + 1]
     return steps
 
@@ -151,6 +157,31 @@ def test_a_text_is_drafted_though_the_model_is_not(grown: int | None) -> None:
     assert steps.drafted["model"] == 0
     assert steps.num_steps < 300 / MOST
     assert steps.num_ungrown == (steps.num_steps if grown == 0 else 0)
+
+
+@pytest.mark.parametrize("proposers", [("model",), ("model", "suffix")])
+def test_a_model_that_is_wrong_rests_but_for_probes_and_leaves(
+    proposers: tuple[Proposer, ...],
+) -> None:
+    answer = novel(400, seed=7)
+    steps = generate(COPIED, answer, right=0.05, proposers=proposers, adapts=True)
+    assert steps.num_ungrown == MAX_PROBES * (PROBE_STEPS - 1)
+    assert steps.num_left > 0.7 * steps.num_steps
+    fixed = generate(COPIED, answer, right=0.05, proposers=proposers)
+    assert fixed.num_ungrown == fixed.num_left == 0
+    right = generate(COPIED, answer, right=0.8, proposers=proposers, adapts=True)
+    assert right.num_ungrown == 0
+
+
+def test_a_model_that_becomes_right_is_noticed() -> None:
+    def right(num_outputs: int) -> float:
+        return 0.9 if num_outputs > 40 else 0.0
+
+    answer = novel(800, seed=8)
+    steps = generate(COPIED, answer, right=right, proposers=("model",), adapts=True)
+    assert PROBE_STEPS < steps.num_ungrown < MAX_PROBES * PROBE_STEPS
+    assert steps.num_left == 0
+    assert steps.num_steps < MAX_PROBES * PROBE_STEPS + 800 / 2.5
 
 
 def test_a_request_that_declines_drafts_has_none() -> None:
