@@ -60,6 +60,7 @@ class Admission:
         self._swept_s = self._clock.now()
         self._rejections = Rejections(directory, limits, metrics)
         metrics.queue_depth.set_function(lambda: len(self._line))
+        metrics.paused.set_function(lambda: self.preemption.num_paused)
         metrics.queue_oldest_s.set_function(lambda: self._line.oldest_s(self._clock.now()))
 
     @property

@@ -68,6 +68,10 @@ class Preemption:
         self._numbers = count()
         self._settled_at_s = 0.0
 
+    @property
+    def num_paused(self) -> int:
+        return len(self._paused)
+
     def add(self, request: Preemptible, priority: int) -> None:
         """Note that a request runs. It may give way until `discard`."""
         if priority >= self._least:

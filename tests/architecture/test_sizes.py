@@ -33,7 +33,7 @@ LONG_FUNCTIONS: Mapping[str, int] = {
     "engine/kernels/host/linear/packed_linear_kernel.py:_take_items": 96,
     "engine/kernels/host/linear/product_sums.py:_multiply": 63,
     "engine/kernels/host/recurrent/delta_rule.py:_take_steps": 61,
-    "runtime/observe/metrics/router.py:RouterMetrics.create": 118,  # a table
+    "runtime/observe/metrics/router.py:RouterMetrics.create": 121,  # a table
 }
 
 

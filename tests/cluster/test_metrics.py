@@ -19,6 +19,7 @@ AT_REST = {
     "baton_queue_depth",
     "baton_queue_oldest_seconds",
     "baton_router_running",
+    "baton_router_paused",
     "baton_requests_in_flight",
     "baton_running",
     "baton_kv_pages_used",
@@ -49,6 +50,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
     "baton_client_refused",
     "baton_resumptions",
     "baton_refused_messages",
+    "baton_router_paused",
 }
 
 

@@ -132,6 +132,7 @@ async def test_paused_requests_go_before_later_ones_and_after_urgent_ones() -> N
         paused = await full.running("paused", 5)
         urgent = [full.start(f"urgent {index}", 0, 5) for index in range(3)]
         await eventually(lambda: full.is_paused("paused"), "the preemption")
+        assert full.router.metric("baton_router_paused") == 1
         later = full.start("later", 5, 5)
         ended = []
         paused.add_done_callback(lambda _: ended.append("paused"))
@@ -140,6 +141,7 @@ async def test_paused_requests_go_before_later_ones_and_after_urgent_ones() -> N
         assert ended == []
         assert [await paused, await later] == [None, None]
         assert ended == ["paused", "later"]
+        assert full.router.metric("baton_router_paused") == 0
         assert full.num_preempted == 1
 
 

@@ -39,8 +39,11 @@ ROUTER = Dashboard(
         Panel(
             "Queue",
             "short",
-            "Requests in the router's queue.",
-            (PanelQuery(only("router", of("baton_queue_depth")), "{{instance}}"),),
+            "Requests in the router's queue, and those that gave way to more urgent ones and wait to resume.",
+            (
+                PanelQuery(only("router", of("baton_queue_depth")), "{{instance}}"),
+                PanelQuery(of("baton_router_paused"), "paused by {{instance}}"),
+            ),
         ),
         Panel(
             "Oldest in the queue",

@@ -83,6 +83,7 @@ class RouterMetrics:
     queue_depth: Gauge
     queue_oldest_s: Gauge
     running: Gauge
+    paused: Gauge
     refused: Counter
     dropped: Counter
     decisions: Counter
@@ -134,6 +135,9 @@ class RouterMetrics:
             ),
             running=create_gauge(
                 registry, "router_running", "Requests running on a pair of workers."
+            ),
+            paused=create_gauge(
+                registry, "router_paused", "Preempted requests that wait for their turn to resume."
             ),
             refused=create_counter(
                 registry,
