@@ -136,6 +136,7 @@ async def _start_pool(
     for rank in range(config.world_size):
         announce = folder / f"{role.name}-{rank}.json"
         stage = config.model_copy(update={"rank": rank, "leader": leader, "announce": announce})
+        stage.check()
         tasks.append(asyncio.create_task(run_worker(stage, role, stop)))
         address = await _announced(announce, tasks)
         leader = leader or address
