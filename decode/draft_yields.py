@@ -35,15 +35,17 @@ class DraftYield:
         If it is wrong within these, it is right no deeper.
         """
         self._grow(depth)
+        reached, memory = self._reached, self.memory
         for level in range(depth if right < known else min(depth, known)):
-            share = 1 - self.memory if level < right else 0.0
-            self._reached[level] = self.memory * self._reached[level] + share
+            reached[level] = memory * reached[level] + (1 - memory if level < right else 0.0)
 
     def of_request(self) -> Self:
         """Return the same measurements, to be continued by one request."""
         return replace(self, memory=MEMORY, _reached=list(self._reached))
 
     def _grow(self, depth: int) -> None:
+        if len(self._reached) >= depth:
+            return
         for level in range(len(self._reached), depth):
             self._reached.append(FIRST_GUESS * (self._reached[level - 1] if level else 1.0))
 
@@ -52,19 +54,21 @@ class DraftYield:
 class GrownTree:
     """The last tree that a draft model grew for a request, and what its trees yield.
 
-    `num_outputs` is the number of output tokens that the tree follows. `num_rests` counts the steps
+    `depth` is that of its deepest node. `num_outputs` is the number of output tokens that the tree
+    follows. `num_rests` counts the steps
     since trees ceased to pay.
     """
 
     yields: DraftYield
     tree: TokenTree = NO_TREE
+    depth: int = 0
     num_outputs: int = 0
     num_rests: int = 0
 
     @property
     def expected(self) -> float:
         """Return how many of its tokens are accepted on average."""
-        return self.yields.expected(tree_depth(self.tree))
+        return self.yields.expected(self.depth)
 
     def follow(self, tree: TokenTree, outputs: Sequence[int], typical: DraftYield) -> None:
         """Compare the last tree with the output since, and take the next one.
@@ -75,23 +79,26 @@ class GrownTree:
             actual = outputs[self.num_outputs :]
             right = matching_depth(self.tree, actual)
             for yields in (self.yields, typical):
-                yields.add(tree_depth(self.tree), right, len(actual))
-        self.tree, self.num_outputs = tree, len(outputs)
+                yields.add(self.depth, right, len(actual))
+        self.tree, self.depth, self.num_outputs = tree, tree_depth(tree), len(outputs)
 
 
 def tree_depth(tree: TokenTree) -> int:
     """Return the depth of the deepest node, 0 without nodes."""
-    return len(tree) if _is_chain(tree) else max(node_depths(tree.rooted_parents))
+    if _is_chain(tree):
+        return len(tree)
+    return max(node_depths(tree.rooted_parents))
 
 
 def matching_depth(tree: TokenTree, token_ids: Sequence[int]) -> int:
     """Return how many of the first tokens are a path of the tree from its root."""
     if _is_chain(tree):
-        pairs = zip(tree.token_ids, token_ids, strict=False)
-        return next(
-            (depth for depth, (drafted, actual) in enumerate(pairs) if drafted != actual),
-            min(len(tree), len(token_ids)),
-        )
+        depth = 0
+        for drafted, actual in zip(tree.token_ids, token_ids, strict=False):
+            if drafted != actual:
+                break
+            depth += 1
+        return depth
     children: dict[tuple[int, int], int] = {}
     for node, edge in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
         children.setdefault(edge, node)

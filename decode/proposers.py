@@ -50,29 +50,30 @@ class Proposers:
         is_forced = entry.draft.proposer == "grammar" and bool(entry.draft.tree)
         if "model" not in self.limits.proposers:
             if not is_forced:
-                self._draft(entry, self._chain(entry, num_drafted) if num_drafted else NO_CHAIN)
+                least = self.costs.least_probability()
+                _draft(entry, _chain(entry, num_drafted, least) if num_drafted else NO_CHAIN)
             return num_drafted
         if entry.grown is None:
             entry.grown = GrownTree(self._typical.of_request())
         entry.grown.follow(NO_TREE if is_forced else entry.draft.tree, entry.outputs, self._typical)
-        growth = self._growth(entry.grown, num_drafted) if num_drafted else num_drafted
+        least = self.costs.least_probability()
+        growth = self._growth(entry.grown, num_drafted, least) if num_drafted else num_drafted
         if "suffix" in self.limits.proposers and not is_forced:
-            chain = self._chain(entry, self.limits.num_draft_tokens)
-            by_model = self._worth(entry.grown.expected, len(entry.draft.tree))
-            if chain.tree and self._worth(chain.expected, len(chain.tree)) > by_model:
-                self._draft(entry, chain)
+            chain = _chain(entry, self.limits.num_draft_tokens, least)
+            if chain.tree and (
+                _worth(chain.expected, len(chain.tree), least)
+                > _worth(entry.grown.expected, len(entry.draft.tree), least)
+            ):
+                _draft(entry, chain)
                 if growth and chain.whole >= SURE:
                     return 0
         return growth
 
-    def _draft(self, entry: DecodeEntry, chain: LikelyChain) -> None:
-        entry.draft.tree, entry.draft.proposer = chain.tree, "suffix"
-
-    def _growth(self, grown: GrownTree, num_nodes: int) -> int | None:
+    def _growth(self, grown: GrownTree, num_nodes: int, least_probability: float) -> int | None:
         """Return the nodes of the model's next tree; None if it need not follow any longer."""
         if not self.limits.adapts:
             return num_nodes
-        cost = self.costs.least_probability() * num_nodes
+        cost = least_probability * num_nodes
         if cost < CLEAR_LOSS * grown.yields.expected_of_most:
             grown.num_rests = 0
             return num_nodes
@@ -81,14 +82,17 @@ class Proposers:
             return None
         return num_nodes if grown.num_rests % PROBE_STEPS == 0 else 0
 
-    def _chain(self, entry: DecodeEntry, max_nodes: int) -> LikelyChain:
-        return entry.suffixes.propose(
-            entry.request.prompt_token_ids,
-            entry.outputs,
-            max_nodes,
-            self.costs.least_probability(),
-        )
 
-    def _worth(self, expected: float, num_nodes: int) -> float:
-        """Return the tokens per second with such drafts, relative to plain steps."""
-        return (1 + expected) / (1 + self.costs.least_probability() * num_nodes)
+def _chain(entry: DecodeEntry, max_nodes: int, least_probability: float) -> LikelyChain:
+    return entry.suffixes.propose(
+        entry.request.prompt_token_ids, entry.outputs, max_nodes, least_probability
+    )
+
+
+def _draft(entry: DecodeEntry, chain: LikelyChain) -> None:
+    entry.draft.tree, entry.draft.proposer = chain.tree, "suffix"
+
+
+def _worth(expected: float, num_nodes: int, least_probability: float) -> float:
+    """Return the tokens per second with such drafts, relative to plain steps."""
+    return (1 + expected) / (1 + least_probability * num_nodes)
