@@ -46,23 +46,24 @@ class Proposers:
         num_drafted = self.draft_tokens(entry)
         if not entry.may_draft:
             return num_drafted  # 0 or None
-        # Tokens that the request's grammar forces are never replaced.
-        is_forced = entry.draft.proposer == "grammar" and bool(entry.draft.tree)
+        draft = entry.draft
+        draft.proposer = "grammar" if draft.is_forced else "model"
         if "model" not in self.limits.proposers:
-            if not is_forced:
+            if not draft.is_forced:  # forced tokens are never replaced
                 least = self.costs.least_probability()
                 _draft(entry, _chain(entry, num_drafted, least) if num_drafted else NO_CHAIN)
             return num_drafted
         if entry.grown is None:
             entry.grown = GrownTree(self._typical.of_request())
-        entry.grown.follow(NO_TREE if is_forced else entry.draft.tree, entry.outputs, self._typical)
+        grown = entry.grown
+        grown.follow(NO_TREE if draft.is_forced else draft.tree, entry.outputs, self._typical)
         least = self.costs.least_probability()
-        growth = self._growth(entry.grown, num_drafted, least) if num_drafted else num_drafted
-        if "suffix" in self.limits.proposers and not is_forced:
+        growth = self._growth(grown, num_drafted, least) if num_drafted else num_drafted
+        if "suffix" in self.limits.proposers and not draft.is_forced:
             chain = _chain(entry, self.limits.num_draft_tokens, least)
             if chain.tree and (
                 _worth(chain.expected, len(chain.tree), least)
-                > _worth(entry.grown.expected, len(entry.draft.tree), least)
+                > _worth(grown.expected, len(draft.tree), least)
             ):
                 _draft(entry, chain)
                 if growth and chain.whole >= SURE:

@@ -254,7 +254,7 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
             elif result.error is not None:
                 self._fail(entry, result.error)
             else:
-                entry.draft.take(outcome)
+                entry.draft.tree, entry.draft.is_forced = outcome.draft, outcome.is_forced
                 if tokens:
                     if self.limits.speculates:
                         entry.settle(batch.mode, batch.context_lens[row], outcome.accepted)

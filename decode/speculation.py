@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.core.batch import ForwardBatch
-from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree, Verified
+from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
 from engine.memory.layout import NULL_INDEX
 from engine.pipeline.results import StepResult
 from engine.speculative.contracts.config import Proposer
@@ -90,7 +90,8 @@ class DraftState:
 
     tree              to be verified with the request's newest token: the last stage's, until
                       another proposer's replaces it
-    proposer          of this tree, or of the last one
+    is_forced         whether the request's grammar allows no other tokens than the tree's
+    proposer          of the last step's tree
     accepted          nodes that the last verification accepted; the stages commit them before the
                       request's next step
     start             position at which the draft model's cache starts
@@ -99,6 +100,7 @@ class DraftState:
     """
 
     tree: TokenTree = NO_TREE
+    is_forced: bool = False
     proposer: Proposer = "model"
     accepted: AcceptedNodes | None = None
     start: int = 0
@@ -109,11 +111,6 @@ class DraftState:
     def is_whole(self) -> bool:
         """Return whether the draft model's cache has every token that the request's has."""
         return self.followed and self.start == 0
-
-    def take(self, verified: Verified) -> None:
-        """Take the next tree of the last stage."""
-        self.tree = verified.draft
-        self.proposer = "grammar" if verified.is_forced else "model"
 
     def begin(self, num_draft_tokens: int | None) -> SpecRow:
         """Return the row that grows the first tree from the prompt's draft state."""

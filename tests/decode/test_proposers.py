@@ -9,7 +9,7 @@ import pytest
 from decode.draft_costs import DraftCosts
 from decode.entry import DecodeEntry, DecodeLimits
 from decode.proposers import MAX_PROBES, PROBE_STEPS, Proposers
-from engine.core.draft_trees import NO_TREE, TokenTree, Verified
+from engine.core.draft_trees import NO_TREE, TokenTree
 from engine.core.request import Request
 from engine.memory.leases import SlotAllocator
 from engine.speculative.contracts.config import Proposer
@@ -71,7 +71,7 @@ def generate(
         is_forced = len(entry.outputs) in forced
         token_ids = tuple(answer[len(entry.outputs) :][:3] if is_forced else ahead[:grows])
         tree = TokenTree(token_ids, tuple(range(-1, len(token_ids) - 1)))
-        entry.draft.take(Verified((0,), tree, is_forced=is_forced))
+        entry.draft.tree, entry.draft.is_forced = tree, is_forced
         asked = chosen.propose(entry)
         grows = asked or 0
         drafted, entry.draft.tree = entry.draft.tree.token_ids, NO_TREE
