@@ -86,6 +86,7 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[C
         decode_pp=flags.decode_pp,
         listen="127.0.0.1:0",
         log_level="warning",
+        # The default share is for a machine with one cluster.
         worker_flags=("--memory-share", "0.1", *worker_flags),
     )
     async with running_cluster(config) as (cluster, client):

@@ -44,8 +44,6 @@ class DraftYield:
         return replace(self, memory=MEMORY, _reached=list(self._reached))
 
     def _grow(self, depth: int) -> None:
-        if len(self._reached) >= depth:
-            return
         for level in range(len(self._reached), depth):
             self._reached.append(FIRST_GUESS * (self._reached[level - 1] if level else 1.0))
 
@@ -55,8 +53,7 @@ class GrownTree:
     """The last tree that a draft model grew for a request, and what its trees yield.
 
     `depth` is that of its deepest node. `num_outputs` is the number of output tokens that the tree
-    follows. `num_rests` counts the steps
-    since trees ceased to pay.
+    follows. `num_rests` counts the steps since trees ceased to pay.
     """
 
     yields: DraftYield

@@ -58,7 +58,7 @@ class DecodeEntry(Entry[DecodeEntryEvent]):
     # Output tokens that the last stage knows; None if it has no state of the request.
     num_kept: int | None = None
     draft: DraftState = field(default_factory=DraftState)
-    grown: GrownTree | None = None  # on a pool with several proposers, from its first step on
+    grown: GrownTree | None = None  # on a pool with a draft model
     # The record for the states of its trees; without it the request runs without trees.
     scratch: SlotLease | None = None
     num_due: int = 0  # tokens that batches in flight sample

@@ -53,6 +53,8 @@ class Proposers:
                 least = self.costs.least_probability()
                 _draft(entry, _chain(entry, num_drafted, least) if num_drafted else NO_CHAIN)
             return num_drafted
+        if not self.limits.adapts and "suffix" not in self.limits.proposers:
+            return num_drafted  # there is no choice
         if entry.grown is None:
             entry.grown = GrownTree(self._typical.of_request())
         grown = entry.grown
