@@ -80,7 +80,7 @@ class SuffixDraft:
         self._last = _Guess(len(self._index), found.length, chain)
         count = len(probabilities)
         return LikelyChain(
-            TokenTree(chain[:count], tuple(range(-1, count - 1))),
+            TokenTree.chain(chain[:count]),
             sum(probabilities),
             probabilities[-1] if count == max_nodes else 0.0,
         )

@@ -9,6 +9,7 @@ Nodes are numbered in row order: the root is 0, and parents precede children.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from torch import Tensor
 
@@ -30,6 +31,11 @@ class TokenTree:
             )
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(f"parents must come before their children, got {self.parents}")
+
+    @classmethod
+    def chain(cls, token_ids: tuple[int, ...]) -> Self:
+        """Return a tree in which each token follows the one before it."""
+        return cls(token_ids, tuple(range(-1, len(token_ids) - 1)))
 
     def __len__(self) -> int:
         return len(self.token_ids)

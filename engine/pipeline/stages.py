@@ -119,7 +119,7 @@ class LastStage:
         if not limit or sampling is None or sampling.output is None:
             return NO_TREE
         chain = self.sampler.forced(sampling, [token.token_id for token in run.tokens])[:limit]
-        return TokenTree(chain, tuple(range(-1, len(chain) - 1)))
+        return TokenTree.chain(chain)
 
 
 class SingleStage:

@@ -20,7 +20,7 @@ TREE = TokenTree((7, 8, 1, 2, 3), (-1, -1, 1, 1, 3))
 
 
 def chain(*token_ids: int) -> TokenTree:
-    return TokenTree(token_ids, tuple(range(-1, len(token_ids) - 1)))
+    return TokenTree.chain(token_ids)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,7 @@ def generate(
         ahead = [token if rng.random() < share else -1 for token in answer[len(entry.outputs) :]]
         is_forced = len(entry.outputs) in forced
         token_ids = tuple(answer[len(entry.outputs) :][:3] if is_forced else ahead[:grows])
-        tree = TokenTree(token_ids, tuple(range(-1, len(token_ids) - 1)))
-        entry.draft.tree, entry.draft.is_forced = tree, is_forced
+        entry.draft.tree, entry.draft.is_forced = TokenTree.chain(token_ids), is_forced
         asked = chosen.propose(entry)
         grows = asked or 0
         drafted, entry.draft.tree = entry.draft.tree.token_ids, NO_TREE

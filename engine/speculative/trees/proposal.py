@@ -54,7 +54,7 @@ class Chains:
             tuple(tokens[:count])
             for tokens, count in zip(self.tokens.tolist(), num_nodes, strict=True)
         ]
-        return [TokenTree(tokens, tuple(range(-1, len(tokens) - 1))) for tokens in kept]
+        return [TokenTree.chain(tokens) for tokens in kept]
 
 
 class Proposal:
