@@ -25,6 +25,7 @@ from runtime.process.announce import read_announcement
 from runtime.process.supervision import StopSignal
 from runtime.rpc.client import open_channel, wait_serving
 from tests.support.cluster.clusters import is_clean
+from tests.support.cluster.stuck import report_stuck_requests
 from worker.config import RolesConfig
 from worker.role import AggregatedRole
 
@@ -111,9 +112,13 @@ async def cluster_in_process(
                 await wait_serving(
                     channel, SERVICE, timeout_s=START_TIMEOUT_S
                 )  # and its warm-up out of the way
-            async with AsyncBatonClient(address, retry=retry) as client:
-                yield client
-                await _until_clean(client)
+            watching = asyncio.create_task(report_stuck_requests())
+            try:
+                async with AsyncBatonClient(address, retry=retry) as client:
+                    yield client
+                    await _until_clean(client)
+            finally:
+                watching.cancel()
         finally:
             stop.set("the test is over")
             # All of them, also where one has failed: a loop that closes under the others leaves
