@@ -119,8 +119,11 @@ class EnteredFunctions:
             callee = _function(called) if count > before[calling, called] else None
             if callee is None:
                 continue
-            entered.functions.add(callee)
-            caller = None if calling is None else _function(calling)
+            if calling is None:
+                entered.functions.add(callee)
+                continue
+            # The profiler may add these counts later than those of all callers.
+            caller = _function(calling)
             if caller is not None and caller.file != callee.file:
                 entered.visits.add(Visit(caller, callee))
 
