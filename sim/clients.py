@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from baton.load import Outcome
 from baton.workload import Planned
 from protos import generation_pb2, types_pb2
-from router.request.validate import AdmissibleRequest, workers_of
+from router.request.resumption import workers_of
+from router.request.validate import AdmissibleRequest
 from runtime.errors import BatonError, InternalError, UnavailableError
 from sim.cores import Machine
 from sim.prompts import PromptBook, SimulatedPrompt

@@ -190,7 +190,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             has_chat_template=text_tokenizer is not None and text_tokenizer.has_chat_template,
             revision=self._services.directory.revision,
             default_sampling=resolved_sampling(types_pb2.SamplingParams(), facts),
-            adapters=list(facts.adapters),
+            adapters=list(facts.adapters.offered),
         )
 
     async def GetLoad(

@@ -2,14 +2,47 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import Output
 from router.text.model_facts import ModelLimits
-from runtime.errors import FieldViolation, InvalidRequestError
+from router.workers.prefix_index import RoutedPrompt
+from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError
 
 MAX_COMPATIBILITY_CHARS = 256
 FED_AT_ONCE = 256  # tokens; other requests run between two batches
+OF_PROMPT = "@"  # separates compatibility and prompt digest in `resumed_from`
+
+
+def workers_of(sampled_by: str) -> str:
+    """Return the compatibility in a `resumed_from` value."""
+    return sampled_by.partition(OF_PROMPT)[0]
+
+
+def began_with(
+    sampled_by: Sequence[str], prompt: RoutedPrompt, adapters: Sequence[str]
+) -> RoutedPrompt:
+    """Return the prompt with the one of `adapters`, versions of one, that the response began with.
+
+    `sampled_by` are the `resumed_from` values of its choices.
+
+    Raises:
+        UnavailableError: tokens were sampled for another prompt, or with none of the adapters.
+    """
+    digests = [value.partition(OF_PROMPT)[2] for value in sampled_by]
+    for adapter in adapters:
+        version = prompt if adapter == prompt.adapter else replace(prompt, adapter=adapter)
+        if all(digest in ("", version.digest) for digest in digests):
+            return version
+    index, digest = next(
+        (index, digest) for index, digest in enumerate(digests) if digest not in ("", prompt.digest)
+    )
+    raise UnavailableError(
+        f"resumed_from[{index}]: the response began for a prompt with the digest {digest}, and this "
+        f"router makes {prompt.digest} of the request: it has another chat template or tokenizer, "
+        "its adapter has changed, or the request differs"
+    )
 
 
 def resumed_violations(

@@ -12,16 +12,18 @@ from functools import cached_property
 from protos import generation_pb2, types_pb2
 from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
 from router.request.priorities import MAX_PRIORITY
-from router.request.resumption import resumed_violations, too_many_resumed
+from router.request.resumption import (
+    OF_PROMPT,
+    began_with,
+    resumed_violations,
+    too_many_resumed,
+    workers_of,
+)
 from router.text.model_facts import ModelLimits
 from router.text.tokenizer import TextTokenizer
 from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt, prompt_of
-from runtime.errors import (
-    FieldViolation,
-    InvalidRequestError,
-    UnavailableError,
-)
+from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 from runtime.rpc.unknown_fields import unknown_fields
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
@@ -35,7 +37,6 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
-_OF_PROMPT = "@"  # separates compatibility and prompt digest in `resumed_from`
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class AdmissibleRequest:
 
     def sampled_by(self, compatibility: str) -> str:
         """Return the `resumed_from` value for tokens sampled by workers of this compatibility."""
-        return f"{compatibility}{_OF_PROMPT}{self.prompt.digest}"
+        return f"{compatibility}{OF_PROMPT}{self.prompt.digest}"
 
     @cached_property
     def placement(self) -> PlacementRequest:
@@ -106,9 +107,9 @@ async def admissible(
         InvalidRequestError: the request is invalid; with every violation found.
         CapacityError: too many grammars wait to be compiled, in total or of this client.
         UnavailableError: it resumes a response to a prompt that another router tokenized
-            differently.
+            differently, or of a version of its adapter that is gone.
     """
-    adapter = facts.adapter_of(request.model)
+    adapters = facts.adapters_of(request.model, resumes=any(request.resumed_from))
     violations = [
         *unknown_fields(request),
         *_identity(request, most_urgent),
@@ -131,33 +132,14 @@ async def admissible(
     ]
     if violations:
         raise InvalidRequestError(*violations)
-    resolved = _of_this_prompt(_resolve(request, facts, prompt, new_seed, adapter))
+    resolved = _resolve(request, facts, prompt, new_seed, adapters[0])
+    if resolved.resumed_from:
+        routed = began_with(resolved.resumed_from, resolved.prompt, adapters)
+        resolved.engine.adapter = routed.adapter
+        workers = tuple(map(workers_of, resolved.resumed_from))
+        resolved = replace(resolved, resumed_from=workers, routed=routed)
     resolved.engine.priority = _priority(request, most_urgent)
     return replace(resolved, client=client)
-
-
-def workers_of(sampled_by: str) -> str:
-    """Return the compatibility in a `resumed_from` value."""
-    return sampled_by.partition(_OF_PROMPT)[0]
-
-
-def _of_this_prompt(resolved: AdmissibleRequest) -> AdmissibleRequest:
-    """Reduce `resumed_from` to the workers' compatibility.
-
-    Raises:
-        UnavailableError: tokens were sampled for another prompt.
-    """
-    for index, name in enumerate(resolved.resumed_from):
-        digest = name.partition(_OF_PROMPT)[2]
-        if digest not in ("", resolved.prompt.digest):
-            raise UnavailableError(
-                f"resumed_from[{index}]: the response began for a prompt with the digest {digest}, and this "
-                f"router makes {resolved.prompt.digest} of the request: it has another chat template or tokenizer, "
-                "or the request differs"
-            )
-    if not resolved.resumed_from:
-        return resolved
-    return replace(resolved, resumed_from=tuple(map(workers_of, resolved.resumed_from)))
 
 
 def _identity(

@@ -8,8 +8,9 @@ from pathlib import Path
 from protos import worker_pb2
 from router.text.control_tokens import UserControlTokens
 from router.text.tokenizer import TextTokenizer, load_text_tokenizer
-from runtime.errors import FieldViolation, UnknownModelError
+from runtime.errors import FieldViolation, UnavailableError, UnknownModelError
 from runtime.grammar import Grammars, load_grammars
+from runtime.model_files.adapter_folders import is_adapter_name
 from runtime.model_files.config import read_config, read_facts
 from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.model_folder import check_model_folder
@@ -19,6 +20,45 @@ from runtime.version import WIRE_VERSION
 
 MAX_SHOWN_NAME = 64
 MAX_LISTED_ADAPTERS = 8
+REPORTS_S = 1.0  # seconds after which a worker may have reported its adapters
+
+
+@dataclass(frozen=True)
+class ServedAdapters:
+    """The keys of the adapters that workers of both roles accept, by name.
+
+    Attributes:
+        offered: to new requests, in the order of the names.
+        former: further ones, for responses that have begun.
+        differing: names that both roles have, but not in the same version.
+        is_known: whether workers of both roles have reported.
+    """
+
+    offered: Mapping[str, str] = field(default_factory=dict)
+    former: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    differing: frozenset[str] = frozenset()
+    is_known: bool = True
+
+    def versions(self, name: str, *, resumes: bool) -> tuple[str, ...]:
+        """Return the keys that a request may have, the offered one first; none if there are none.
+
+        Raises:
+            UnavailableError: there may be one soon.
+        """
+        offered = (self.offered[name],) if name in self.offered else ()
+        former = self.former.get(name, ()) if resumes else ()
+        versions = (*offered, *former)
+        if not versions and name in self.differing:
+            raise UnavailableError(
+                f"model: workers of both roles have the adapter {name!r}, but not the same version",
+                retry_after_s=REPORTS_S,
+            )
+        if not versions and not self.is_known and is_adapter_name(name):
+            raise UnavailableError(
+                f"model: no workers of both roles have reported yet whether they have {name!r}",
+                retry_after_s=REPORTS_S,
+            )
+        return versions
 
 
 @dataclass(frozen=True)
@@ -37,27 +77,27 @@ class ModelLimits:
     tokenizer_digest: str = ""  # of `runtime.model_files.tokenizer_files`
     sampling: Mapping[str, float] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # other names that requests may have
-    adapters: Mapping[str, str] = field(
-        default_factory=dict
-    )  # keys by name, of those that are offered
+    adapters: ServedAdapters = ServedAdapters()
 
-    def adapter_of(self, name: str) -> str:
-        """Return the key of the adapter that a request with this model name wants, or "" for none.
+    def adapters_of(self, name: str, *, resumes: bool = False) -> tuple[str, ...]:
+        """Return the keys of the adapter that a request with this model name may want.
 
-        The names are "" and those of the model, each of them with ":" and the name of an adapter,
-        and the name of an adapter alone.
+        The offered version is first. Others follow if the request resumes a response. The key of
+        the model itself is "". The names are "" and those of the model, each of them with ":" and
+        the name of an adapter, and the name of an adapter alone.
 
         Raises:
             UnknownModelError: the name is not served.
+            UnavailableError: it may be soon.
         """
         names = ("", self.name, *self.aliases)
         if name in names:
-            return ""
+            return ("",)
         base, _, adapter = name.rpartition(":")
-        if base in names and adapter in self.adapters:
-            return self.adapters[adapter]
-        first = ", ".join(islice(self.adapters, MAX_LISTED_ADAPTERS))
-        more = len(self.adapters) - MAX_LISTED_ADAPTERS
+        if base in names and (versions := self.adapters.versions(adapter, resumes=resumes)):
+            return versions
+        first = ", ".join(islice(self.adapters.offered, MAX_LISTED_ADAPTERS))
+        more = len(self.adapters.offered) - MAX_LISTED_ADAPTERS
         also = f", also with the adapters {first}{f' and {more} more' if more > 0 else ''},"
         shown = repr(name) if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]!r}..."
         raise UnknownModelError(

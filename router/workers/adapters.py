@@ -3,28 +3,49 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from router.text.model_facts import ServedAdapters
 from router.workers.worker import Worker, WorkerRole
 from runtime.model_files.adapter_folders import adapter_name
 
 
-def offered_adapters(workers: Iterable[Worker]) -> dict[str, str]:
-    """Return the key of each offered adapter by its name, in the order of the names.
+def served_adapters(workers: Iterable[Worker]) -> ServedAdapters:
+    """Return the adapters that workers of both roles accept.
 
-    Workers of both roles must accept it. While workers change from one version of an adapter to
-    another, the one that more of them offer counts.
+    While workers change from one version of an adapter to another, the one that more of them offer
+    counts.
     """
-    roles: dict[str, set[str]] = defaultdict(set)
+    reported = set[WorkerRole]()
+    roles: dict[str, set[WorkerRole]] = defaultdict(set)
     offers: Counter[str] = Counter()
     for worker in workers:
         if worker.info is not None:
+            reported.add(worker.role)
             retired = set(worker.info.retired_adapters)
             for key in worker.info.adapters:
                 roles[key].add(worker.role)
                 offers[key] += key not in retired
-    offered = [key for key, count in offers.items() if count and len(roles[key]) == len(WorkerRole)]
-    ranked = sorted(offered, key=lambda key: (offers[key], key))
-    found = {adapter_name(key): key for key in ranked}  # the last of a name counts
-    return dict(sorted(found.items()))
+    accepted = [key for key in offers if len(roles[key]) == len(WorkerRole)]
+    ranked = sorted(accepted, key=lambda key: (offers[key], key))
+    # The last of a name counts.
+    offered = {adapter_name(key): key for key in ranked if offers[key]}
+    former: dict[str, tuple[str, ...]] = {}
+    for key in ranked:
+        if offered.get(name := adapter_name(key)) != key:
+            former[name] = (*former.get(name, ()), key)
+    having: dict[str, set[WorkerRole]] = defaultdict(set)
+    for key, count in offers.items():
+        if count:
+            having[adapter_name(key)] |= roles[key]
+    return ServedAdapters(
+        dict(sorted(offered.items())),
+        former,
+        frozenset(
+            name
+            for name, role_set in having.items()
+            if len(role_set) == len(WorkerRole) and name not in offered
+        ),
+        is_known=len(reported) == len(WorkerRole),
+    )
 
 
 def has_adapter(worker: Worker, key: str) -> bool:

@@ -17,7 +17,7 @@ import grpc
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers import report
-from router.workers.adapters import has_adapter, offered_adapters
+from router.workers.adapters import has_adapter, served_adapters
 from router.workers.cache_view import CacheView
 from router.workers.discovery import DiscoveryOptions
 from router.workers.placement import WorkerPlacement
@@ -180,7 +180,7 @@ class Directory:
                 replace(
                     self._facts,
                     max_context_tokens=self._largest_pair(),
-                    adapters=offered_adapters(self.workers),
+                    adapters=served_adapters(self.workers),
                 ),
             )
         return self._present[1]

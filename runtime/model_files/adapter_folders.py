@@ -23,6 +23,11 @@ def adapter_name(key: str) -> str:
     return key.partition(_DIGEST)[0]
 
 
+def is_adapter_name(name: str) -> bool:
+    """Return whether an adapter may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def adapter_folders(folder: Path) -> list[Path]:
     """Return the subfolders of `folder` in name order. Each holds one adapter and names it.
 
@@ -52,7 +57,7 @@ def adapter_folder(folder: Path, name: str) -> Path:
     Raises:
         ConfigError: there is none, or it is no name of an adapter.
     """
-    if _NAME.fullmatch(name) is None:
+    if not is_adapter_name(name):
         raise ConfigError(
             f"{name[:80]!r} is no name of an adapter: up to 64 letters, digits, '.', '_' and '-'",
             field="adapters",

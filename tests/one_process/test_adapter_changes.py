@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 
 from baton.adapters import AdapterOnWorker, change_adapters
 from baton.client import AsyncBatonClient
+from baton.retry import NO_RETRY
+from baton.values import Chunk
 from engine.core.request import Request
-from runtime.errors import UnknownModelError
+from runtime.errors import UnavailableError, UnknownModelError
 from runtime.security.access import ChannelSecurity
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
@@ -106,6 +109,45 @@ async def test_changes_lose_no_request_and_change_no_bit(
         ends = list(wanted)
         wanted.clear()
         assert min(await asyncio.gather(*streams)) > 0
+
+
+async def test_a_response_resumes_with_the_version_that_it_began_with(tmp_path: Path) -> None:
+    """Its first router is gone; the next one knows the adapter's new version, and then none."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    for seed, version in enumerate(("old", "new")):
+        write_adapter(tmp_path / version / "a", model, seed=seed)
+    shutil.copytree(tmp_path / "old", tmp_path / "adapters")
+    query = as_query(replace(QUESTIONS[0], adapter="a", max_tokens=10))
+    async with cluster_in_process(
+        model, adapters=tmp_path / "adapters", decode_pp=2, retry=NO_RETRY
+    ) as client:
+        whole, began_with = await client.complete(query, timeout_s=60), ""
+        async with aclosing(client.generate(query, timeout_s=60)) as events:
+            async for event in events:
+                if isinstance(event, Chunk) and event.compatibility:
+                    began_with = event.compatibility
+                    break
+        resumed = replace(query, resumed=(whole.token_ids[:4],), resumed_from=(began_with,))
+
+        async def resumes() -> None:
+            rest = await client.complete(resumed, timeout_s=60)
+            assert shown(rest) == shown(whole)[4:]
+
+        await resumes()
+        write_adapter(tmp_path / "adapters" / "a", model, seed=1)
+        await change(client, load="a")
+        async with asyncio.timeout(30):
+            while shown(await client.complete(query, timeout_s=60)) == shown(whole):
+                pass
+        await resumes()
+        await change(client, unload="a")
+        await until_adapters(client, ())
+        await resumes()
+        other = replace(resumed, resumed_from=(f"{began_with[:-1]}?",))
+        with pytest.raises(UnavailableError, match="its adapter has changed"):
+            await client.complete(other, timeout_s=60)
+        with pytest.raises(UnknownModelError, match="is not served"):
+            await client.complete(replace(resumed, resumed_from=()), timeout_s=60)
 
 
 async def until_adapters(client: AsyncBatonClient, names: tuple[str, ...]) -> None:

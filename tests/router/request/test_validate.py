@@ -15,7 +15,7 @@ from pool.request.conversion import request_from_proto
 from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.chat_template import ChatTemplate
-from router.text.model_facts import ServedModel
+from router.text.model_facts import ServedAdapters, ServedModel
 from router.text.tokenizer import TextTokenizer
 from runtime.errors import InvalidRequestError, UnknownModelError
 from runtime.grammar import Grammar, Grammars
@@ -558,7 +558,9 @@ async def test_bad_input_reaches_no_worker_and_leaves_nothing() -> None:
 async def test_a_model_name_may_name_an_adapter(name: str, adapter: str | None) -> None:
     model = served_model()
     facts = replace(
-        model.facts, aliases=("little", "with:colon"), adapters={"a": "a@1", "b.1": "b.1@2"}
+        model.facts,
+        aliases=("little", "with:colon"),
+        adapters=ServedAdapters({"a": "a@1", "b.1": "b.1@2"}, former={"c": ("c@3",)}),
     )
     request = good()
     plain = await check(request, replace(model, facts=facts))
@@ -568,6 +570,6 @@ async def test_a_model_name_may_name_an_adapter(name: str, adapter: str | None) 
             await check(request, replace(model, facts=facts))
         return
     found = await check(request, replace(model, facts=facts))
-    key = facts.adapters[adapter] if adapter else ""
+    key = facts.adapters.offered[adapter] if adapter else ""
     assert found.engine.adapter == found.prompt.adapter == key
     assert (found.prompt.digest == plain.prompt.digest) is (adapter == "")

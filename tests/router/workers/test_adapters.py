@@ -14,12 +14,13 @@ from router.request.admission import Admission
 from router.request.rejections import AdmissionLimits
 from router.request.service_times import ServiceTimeModel
 from router.request.validate import AdmissibleRequest
-from router.workers.adapters import offered_adapters
+from router.text.model_facts import ServedAdapters
+from router.workers.adapters import served_adapters
 from router.workers.placement_request import PlacementRequest
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import WorkerRole
 from runtime.clock import Deadline, LoopClock
-from runtime.errors import UnavailableError
+from runtime.errors import UnavailableError, UnknownModelError
 from runtime.observe.metrics.router import RouterMetrics
 from tests.router.workers.test_directory import Known, serves
 
@@ -34,27 +35,57 @@ class Has(NamedTuple):
 @pytest.mark.parametrize(
     ("prefill", "decode", "more", "expected"),
     [
-        (Has(), Has(), Has(), {}),
-        (Has(["b@1", "a@1"]), Has(["a@1", "b@1"]), Has(), {"a": "a@1", "b": "b@1"}),
-        (Has(["b@1", "a@1"]), Has(["a@1"]), Has(), {"a": "a@1"}),
+        (Has(), Has(), Has(), ServedAdapters()),
+        (
+            Has(["b@1", "a@1"]),
+            Has(["a@1", "b@1"]),
+            Has(),
+            ServedAdapters({"a": "a@1", "b": "b@1"}),
+        ),
+        (Has(["b@1", "a@1"]), Has(["a@1"]), Has(), ServedAdapters({"a": "a@1"})),
         # versions: the one that both roles accept, then the one that more workers offer
-        (Has(["a@2"], ["a@1"]), Has(["a@1"]), Has(["a@1"]), {"a": "a@1"}),
-        (Has(["a@2"], ["a@1"]), Has(["a@2"], ["a@1"]), Has(["a@1"]), {"a": "a@2"}),
-        (Has(["a@1"]), Has(["a@2"]), Has(["a@1"]), {"a": "a@1"}),
-        (Has(["a@1"]), Has(["a@2"]), Has(["a@2"]), {}),
-        # what all have retired is offered to no new request
-        (Has([], ["a@1"]), Has([], ["a@1"]), Has(), {}),
-        (Has([], ["a@1"]), Has(["a@1"]), Has(), {"a": "a@1"}),
+        (Has(["a@2"], ["a@1"]), Has(["a@1"]), Has(["a@1"]), ServedAdapters({"a": "a@1"})),
+        (
+            Has(["a@2"], ["a@1"]),
+            Has(["a@2"], ["a@1"]),
+            Has(["a@1"]),
+            ServedAdapters({"a": "a@2"}, {"a": ("a@1",)}),
+        ),
+        (Has(["a@1"]), Has(["a@2"]), Has(["a@1"]), ServedAdapters({"a": "a@1"})),
+        (Has(["a@1"]), Has(["a@2"]), Has(["a@2"]), ServedAdapters(differing=frozenset("a"))),
+        # responses that have begun go on with what all have retired
+        (Has([], ["a@1"]), Has([], ["a@1"]), Has(), ServedAdapters(former={"a": ("a@1",)})),
+        (Has([], ["a@1"]), Has(["a@1"]), Has(), ServedAdapters({"a": "a@1"})),
     ],
 )
-async def test_offered_versions(
-    prefill: Has, decode: Has, more: Has, expected: dict[str, str]
+async def test_versions_of_adapters(
+    prefill: Has, decode: Has, more: Has, expected: ServedAdapters
 ) -> None:
     known = Known(2)
     for worker, has in zip(known.directory.workers, (prefill, decode, more), strict=True):
         serves(worker, adapters=[*has.offered, *has.retired], retired_adapters=has.retired)
-    assert offered_adapters(known.directory.workers) == expected
+    assert served_adapters(known.directory.workers) == expected
     assert known.directory.facts.adapters == expected
+
+
+async def test_a_router_that_knows_no_pair_yet_refuses_no_adapter() -> None:
+    """It may have started a moment ago."""
+    known = Known(1)
+    facts = known.directory.facts
+    for name in ("a", "tiny:a"):
+        with pytest.raises(UnavailableError, match="have reported yet whether they have 'a'"):
+            facts.adapters_of(name)
+    with pytest.raises(UnknownModelError):
+        facts.adapters_of("other:a")
+    serves(known.prefill, adapters=["a@1"])
+    with pytest.raises(UnavailableError, match="have reported yet"):
+        known.directory.facts.adapters_of("a")
+    serves(known.decode[0], adapters=["a@2"])
+    with pytest.raises(UnavailableError, match="not the same version"):
+        known.directory.facts.adapters_of("a")
+    serves(known.decode[0])
+    with pytest.raises(UnknownModelError):
+        known.directory.facts.adapters_of("a")
 
 
 async def test_a_worker_with_the_adapter_in_memory_goes_first() -> None:

@@ -641,7 +641,7 @@ async def test_a_request_with_an_adapter_goes_to_workers_that_have_it() -> None:
     serves(known.decode[0], adapters=["b"])
     serves(known.decode[1])
     placement = known.directory.placement
-    assert known.directory.facts.adapters == {"b": "b"}
+    assert known.directory.facts.adapters.offered == {"b": "b"}
     addresses = [pool.address for pool in known.decode]
     for adapter, pools in (("", set(addresses)), ("b", {addresses[0]}), ("a", set())):
         request = PlacementRequest(RoutedPrompt([1, 2, 3], adapter=adapter), 8)
