@@ -16,7 +16,7 @@ from baton.retry import NO_RETRY
 from baton.values import Query
 from bench.storm import leaks, truth
 from bench.storm.traffic import Shares, Traffic, make_questions, plan
-from bench.storm.verdict import Counts, Fate, ScoredTokens, stalls
+from bench.storm.verdict import Counts, Fate, Truth, stalls
 from tests.support.network.hosts import Network
 
 NUM_QUESTIONS = 12
@@ -114,7 +114,7 @@ class Grid:
     client: AsyncBatonClient
     cluster: LocalCluster
     questions: Sequence[Query]
-    truths: Sequence[ScoredTokens]
+    truths: Sequence[Truth]
     rate: float
     timeout_s: float
 
@@ -199,6 +199,7 @@ async def grid(
             warm_up = asyncio.gather(
                 *(client.complete(question, timeout_s=60) for question in questions)
             )
-            truths = await asyncio.to_thread(truth.answers, model, questions)
+            answers = await asyncio.to_thread(truth.answers, model, questions)
             await warm_up
+            truths = [[answer] for answer in answers]
             yield Grid(network, client, cluster, questions, truths, rate, timeout_s)

@@ -48,6 +48,7 @@ def figures(storm: Storm) -> dict[str, Value]:
         "hung": counts.num_hung,
         "leaked": storm.num_leaked,
         "cached": counts.num_cached,
+        "changed": counts.num_changed,
         "right_share": counts.fates[Fate.RIGHT] / num_patient if num_patient else None,
         "recovery_s": max(recovered, default=0.0),
         "recovery_s_p50": statistics.median(recovered or [0.0]),
@@ -102,9 +103,10 @@ def _spelled(counter: Counter[str]) -> str:
 
 
 def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
-    kinds = frozenset(flags.faults.split(","))
-    if unknown := kinds - set(KINDS) - {""}:
-        raise SystemExit(f"--faults: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+    possible = [kind for kind in KINDS if kind is not FaultKind.ADAPTER or flags.adapters]
+    kinds = frozenset(possible if flags.faults is None else flags.faults.split(","))
+    if unknown := kinds - set(possible) - {""}:
+        raise SystemExit(f"--faults: {', '.join(sorted(unknown))} is none of {', '.join(possible)}")
     weather = Weather(
         flags.seconds,
         frozenset(FaultKind(kind) for kind in kinds - set(CLIENTS) - {""}),
@@ -117,7 +119,15 @@ def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
         0.02 if "hostile" in kinds else 0.0,
     )
     return StormConfig(
-        weather, flags.seed, flags.model, flags.draft, shares, flags.rate, flags.timeout, sink
+        weather,
+        flags.seed,
+        flags.model,
+        flags.draft,
+        flags.adapters,
+        shares,
+        flags.rate,
+        flags.timeout,
+        sink,
     )
 
 
@@ -137,13 +147,19 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=float, default=default, help=f"default {default}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--faults", default=",".join(KINDS), help="faults to cause, of " + ",".join(KINDS)
+        "--faults",
+        help=f"faults to cause, of {','.join(KINDS)}; default: all, {FaultKind.ADAPTER} with --adapters",
     )
     parser.add_argument(
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
         "--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory"
+    )
+    parser.add_argument(
+        "--adapters",
+        type=Path,
+        help="folder of adapters of one form, which are asked for in turn with the model",
     )
     parser.add_argument("--log", type=Path, help="file for the output of all processes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

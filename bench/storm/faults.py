@@ -14,6 +14,7 @@ from typing import Self
 
 from baton.cluster import LocalCluster
 from baton.fork_server import ProcessPlaces
+from bench.storm.adapters import StormAdapters
 from bench.storm.control import Control
 from bench.storm.schedule import FaultKind, StormFault
 
@@ -95,8 +96,15 @@ class SmallDisk:
 class Injector:
     """Injector of faults; `heal` ends all faults in progress."""
 
-    def __init__(self, cluster: LocalCluster, places: StormPlaces, disk: SmallDisk) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        places: StormPlaces,
+        disk: SmallDisk,
+        adapters: StormAdapters | None = None,
+    ) -> None:
         self._cluster = cluster
+        self._adapters = adapters
         self._places = places
         self._disk = disk
         self._stopped: set[int] = set()
@@ -125,6 +133,9 @@ class Injector:
                 self._kill(fault.victim)
                 await asyncio.sleep(fault.amount)
                 self._disk.empty()
+            case FaultKind.ADAPTER:
+                assert self._adapters is not None
+                await self._adapters.change(self._cluster.addresses)
 
     def _kill(self, name: str) -> None:
         pid = self._cluster.processes[name].pid

@@ -16,6 +16,7 @@ class FaultKind(StrEnum):
     ITEM = "item"  # one bit of a handed over item
     DISK = "disk"  # all writes fail for a while, and a process is killed meanwhile
     CLOCK = "clock"  # the wall clock jumps
+    ADAPTER = "adapter"  # an adapter gets another version, on all workers
 
 
 STOP_S = (0.5, 8.0)  # a silent peer is detected after four

@@ -15,11 +15,13 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.retry import Retry
+from baton.values import Query
 from bench.storm import leaks, truth
+from bench.storm.adapters import StormAdapters
 from bench.storm.faults import Injector, SmallDisk, StormPlaces
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
-from bench.storm.verdict import Counts, Pace, ScoredTokens, recoveries
+from bench.storm.verdict import Counts, Pace, Truth, recoveries
 
 NUM_QUESTIONS = 16
 SETTLE_S = 60.0
@@ -39,20 +41,23 @@ SETTINGS = (
 class StormConfig:
     """Configuration of a storm.
 
-    `timeout_s` is the deadline of each request, `draft` the directory of a draft model; `sink`
-    takes the processes' lines.
+    `timeout_s` is the deadline of each request, `draft` the directory of a draft model, `adapters`
+    a folder of adapters; `sink` takes the processes' lines.
     """
 
     weather: Weather
     seed: int
     model: Path
     draft: Path | None
+    adapters: Path | None
     shares: Shares
     rate: float = 8.0
     timeout_s: float = 30.0
     sink: Callable[[str, str], None] = lambda name, line: None
 
-    def cluster(self, places: StormPlaces, settings: Path) -> ClusterConfig:
+    def cluster(
+        self, places: StormPlaces, settings: Path, adapters: StormAdapters | None
+    ) -> ClusterConfig:
         draft = () if self.draft is None else ("--draft", str(self.draft))
         # Workers in turn pull from each other most of their prompts.
         policy = ("prefix_cache", "round_robin")[self.seed % 2]
@@ -66,6 +71,7 @@ class StormConfig:
             worker_flags=(*WORKER_FLAGS, *draft),
             router_flags=(*ROUTER_FLAGS, "--policy", policy),
             config_file=settings,
+            adapters=None if adapters is None else adapters.folder,
             stop_grace_s=5,
             places=places,
         )
@@ -81,7 +87,7 @@ class Storm:
     faults: list[StormFault] = field(default_factory=list)
     untried: frozenset[FaultKind] = frozenset()
     requests: list[Seen] = field(default_factory=list)
-    truths: Sequence[ScoredTokens] = ()
+    truths: Sequence[Truth] = ()
     start_s: float = 0.0
     end_s: float = 0.0
     held: leaks.StillHeld = leaks.UNKNOWN
@@ -124,13 +130,24 @@ async def run_storm(config: StormConfig) -> Storm:
         with _environment(**{leaks.MARK: mark}), _temporary_files_in(disk.folder):
             (settings := Path(name) / "settings.toml").write_text(SETTINGS)
             places = StormPlaces(Path(name))
-            await _run(config, storm, config.cluster(places, settings), places, disk)
+            adapters = (
+                None
+                if config.adapters is None
+                else StormAdapters(config.adapters, Path(name) / "adapters")
+            )
+            cluster = config.cluster(places, settings, adapters)
+            await _run(config, storm, cluster, places, disk, adapters)
         storm.num_processes = await _left_running(mark)
     return storm
 
 
 async def _run(
-    config: StormConfig, storm: Storm, what: ClusterConfig, places: StormPlaces, disk: SmallDisk
+    config: StormConfig,
+    storm: Storm,
+    what: ClusterConfig,
+    places: StormPlaces,
+    disk: SmallDisk,
+    adapters: StormAdapters | None,
 ) -> None:
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(LocalCluster(what, sink=config.sink))
@@ -139,7 +156,12 @@ async def _run(
             await stack.enter_async_context(AsyncBatonClient(address))
             for address in cluster.addresses
         ]
-        questions = make_questions(await clients[0].model_info(), NUM_QUESTIONS, seed=config.seed)
+        questions = make_questions(
+            await clients[0].model_info(),
+            NUM_QUESTIONS,
+            seed=config.seed,
+            adapters=() if adapters is None else adapters.names,
+        )
         warm_up = asyncio.gather(
             *(
                 client.complete(question, timeout_s=60)
@@ -147,7 +169,7 @@ async def _run(
                 for client in clients
             )
         )
-        storm.truths = await asyncio.to_thread(truth.answers, config.model, questions)
+        storm.truths = await asyncio.to_thread(_truths, config.model, questions, adapters)
         await warm_up
         before = leaks.descriptors(cluster)
         storm.untried = frozenset() if disk.is_there else config.weather.kinds & {FaultKind.DISK}
@@ -158,7 +180,7 @@ async def _run(
         ]
         traffic = Traffic(asker, questions, config.timeout_s)
         storm.requests, storm.start_s = traffic.seen, time.monotonic()
-        injector = Injector(cluster, places, disk)
+        injector = Injector(cluster, places, disk, adapters)
         planned = plan(
             config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed
         )
@@ -172,6 +194,14 @@ async def _run(
         storm.held = await leaks.settled(clients, SETTLE_S)
         storm.settled_s = time.monotonic() - storm.end_s
         storm.num_descriptors = leaks.grown(before, leaks.descriptors(cluster))
+
+
+def _truths(
+    model: Path, questions: Sequence[Query], adapters: StormAdapters | None
+) -> Sequence[Truth]:
+    if adapters is None:
+        return [[answer] for answer in truth.answers(model, questions)]
+    return adapters.truths(model, questions)
 
 
 async def _left_running(mark: str) -> int:

@@ -76,8 +76,10 @@ class Seen:
     text: str = ""
 
 
-def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
-    """Return prompts of random ordinary tokens.
+def make_questions(
+    info: ModelInfo, count: int, *, seed: int, adapters: Sequence[str] = ()
+) -> list[Query]:
+    """Return prompts of random ordinary tokens, for the model and each adapter in turn.
 
     Every third prompt begins like the one before it. Every other one is sampled with penalties, the
     rest is greedy. All request logprobs.
@@ -89,6 +91,7 @@ def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
         begin = prompts[-1][: rng.randrange(len(prompts[-1]))] if index % 3 == 2 else ()
         prompts.append((*begin, *rng.choices(ordinary, k=rng.randint(8, 160))))
     greedy = Sampling(temperature=0.0)
+    models = ("", *(f":{name}" for name in adapters))
     return [
         Query(
             prompt,
@@ -105,6 +108,7 @@ def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
             Stop(max_tokens=rng.randint(24, 72), ignore_eos=True),
             num_top_logprobs=0,
             skip_text=True,
+            model=models[index % len(models)],
         )
         for index, prompt in enumerate(prompts)
     ]

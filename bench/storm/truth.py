@@ -1,6 +1,7 @@
 """Reference responses of one process, without any handoff, stage or draft."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -8,6 +9,7 @@ import torch
 
 from baton.values import Query
 from engine.core.request import Request, SamplingParams
+from models.adapters import read_adapters
 from models.loader import read_model
 from tests.support.pool.local_pool import local_pool
 
@@ -16,23 +18,31 @@ NUM_PAGES = 256
 MAX_RUNNING = 8
 
 
-def answers(model: Path, questions: Sequence[Query]) -> list[list[tuple[int, float]]]:
+def answers(
+    model: Path, questions: Sequence[Query], *, adapters: Path | None = None
+) -> list[list[tuple[int, float]]]:
     """Return (token id, logprob as on the wire) of each response, one question after another."""
     torch.set_num_threads(1)
+    description = read_model(model)
+    if adapters is not None:
+        description = replace(description, adapters=read_adapters(adapters))
+    keys = {f":{adapter.name}": adapter.key for adapter in description.adapters}
     with local_pool(
-        read_model(model), page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING
+        description, page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING
     ) as pool:
         return [
             [
                 (token.token_id, float(numpy.float32(token.logprobs.logprob)))
-                for token in pool.generate([_request(question)])[0].tokens
+                for token in pool.generate([request])[0].tokens
                 if token.logprobs is not None
             ]
-            for question in questions
+            for request in (
+                _request(question, keys.get(question.model, "")) for question in questions
+            )
         ]
 
 
-def _request(query: Query) -> Request:
+def _request(query: Query, adapter: str) -> Request:
     sampling = query.sampling
     assert isinstance(query.prompt, tuple)
     assert query.stop.max_tokens is not None
@@ -52,4 +62,5 @@ def _request(query: Query) -> Request:
         query.stop.max_tokens,
         params,
         num_top_logprobs=0,
+        adapter=adapter,
     )

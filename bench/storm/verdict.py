@@ -10,6 +10,7 @@ from bench.storm.schedule import StormFault
 from bench.storm.traffic import Manner, Seen
 
 ScoredTokens = Sequence[tuple[int, float]]  # token id, logprob as on the wire
+Truth = Sequence[ScoredTokens]  # the right responses of a question
 
 # Errors that tell a client that its request was not served, and that it may retry.
 REFUSALS = frozenset({"UNAVAILABLE", "DRAINING", "OUT_OF_CAPACITY"})
@@ -29,21 +30,22 @@ class Fate(StrEnum):
     HUNG = "hung"
 
 
-def fate(seen: Seen, truth: ScoredTokens) -> Fate:
+def fate(seen: Seen, truth: Truth) -> Fate:
     """Return the outcome of a patient client's request."""
-    if not is_prefix(seen.tokens, truth):
+    if not begins_right(seen.tokens, truth):
         return Fate.WRONG
     if seen.is_hung:
         return Fate.HUNG
     if seen.has_finished:
-        return Fate.RIGHT if len(seen.tokens) == len(truth) else Fate.WRONG
+        return Fate.RIGHT if any(seen.tokens == list(right) for right in truth) else Fate.WRONG
     if seen.error == DAMAGE:
         return Fate.DAMAGED
     return Fate.REFUSED if seen.error in REFUSALS and not seen.tokens else Fate.LOST
 
 
-def is_prefix(tokens: ScoredTokens, truth: ScoredTokens) -> bool:
-    return list(tokens) == list(truth[: len(tokens)])
+def begins_right(tokens: ScoredTokens, truth: Truth) -> bool:
+    """Return whether a right response begins with these tokens."""
+    return any(list(tokens) == list(right[: len(tokens)]) for right in truth)
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,11 @@ class Counts:
     num_wrong: int  # of clients of any kind
     num_hung: int
     num_cached: int  # right responses whose prompt began with cached tokens
+    num_changed: int  # right responses of an adapter's other version
     hostile: Counter[str]
 
     @classmethod
-    def of(cls, requests: Sequence[Seen], truths: Sequence[ScoredTokens]) -> "Counts":
+    def of(cls, requests: Sequence[Seen], truths: Sequence[Truth]) -> "Counts":
         """Return the counts; `truths` are by question."""
         patient = [
             (seen, fate(seen, truths[seen.coming.question]))
@@ -68,7 +71,7 @@ class Counts:
         fates = Counter(became for _, became in patient)
         wrong = sum(
             seen.coming.manner is Manner.ABORTING
-            and not is_prefix(seen.tokens, truths[seen.coming.question])
+            and not begins_right(seen.tokens, truths[seen.coming.question])
             for seen in requests
         )
         hostile = [seen for seen in requests if seen.coming.manner is Manner.HOSTILE]
@@ -78,6 +81,10 @@ class Counts:
             fates[Fate.WRONG] + wrong,
             fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
             sum(became is Fate.RIGHT and seen.num_cached > 0 for seen, became in patient),
+            sum(
+                became is Fate.RIGHT and seen.tokens != list(truths[seen.coming.question][0])
+                for seen, became in patient
+            ),
             Counter(seen.error or "finished" for seen in hostile),
         )
 

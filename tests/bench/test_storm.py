@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster_config import demo_model
+from tests.support.models.adapters import write_adapter
+
 REFUSED = 77
 ROOT = Path(__file__).parents[2]
 
@@ -122,6 +125,34 @@ def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str, kill
     )
     assert_bars(values)
     assert values["kill_faults"] == kills
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_storm_in_which_an_adapter_changes_mixes_no_versions(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_adapter(tmp_path / f"adapter-{seed}", demo_model(), seed=seed, lora_alpha=60)
+    values = figures(
+        "bench.storm",
+        "--seconds",
+        "45",
+        "--seed",
+        "3",
+        "--kill-every",
+        "4",
+        "--other-every",
+        "1.5",
+        "--faults",
+        "kill,stop,adapter",
+        "--adapters",
+        str(tmp_path),
+        "--timeout",
+        "120",
+        timeout_s=800,
+    )
+    assert_bars(values)
+    assert values["adapter_faults"] > 8
+    assert 0 < values["changed"] < values["right"]
 
 
 @pytest.mark.long

@@ -100,7 +100,8 @@ def test_a_shifted_clock_is_the_wall_clock_of_all_but_grpc(tmp_path: Path, clock
     assert abs(now() - true_time()) < 60
 
 
-TRUTH = [(7, -0.5), (8, -0.25), (9, -1.0)]
+RESPONSE = [(7, -0.5), (8, -0.25), (9, -1.0)]
+OTHER_RESPONSE = [(7, -0.5), (6, -0.5)]  # of another version of an adapter
 
 
 def request(
@@ -118,7 +119,7 @@ def request(
         sent_s,
         ended_s,
         list(message_s),
-        TRUTH[:num_tokens],
+        RESPONSE[:num_tokens],
         has_finished=error is None and not is_hung,
         is_hung=is_hung,
         error=error,
@@ -139,10 +140,28 @@ def request(
     ],
 )
 def test_the_fate_of_a_request(seen: Seen, wanted: Fate) -> None:
-    assert fate(seen, TRUTH) is wanted
+    assert fate(seen, [RESPONSE]) is wanted
     if seen.tokens:
         seen.tokens[-1] = (seen.tokens[-1][0], -0.75)  # the token is right, its logprob is not
-        assert fate(seen, TRUTH) is Fate.WRONG
+        assert fate(seen, [RESPONSE]) is Fate.WRONG
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        (RESPONSE, Fate.RIGHT),
+        (OTHER_RESPONSE, Fate.RIGHT),
+        (OTHER_RESPONSE[:1], Fate.WRONG),
+        ([*OTHER_RESPONSE, RESPONSE[2]], Fate.WRONG),
+        ([RESPONSE[0], OTHER_RESPONSE[1], RESPONSE[2]], Fate.WRONG),
+    ],
+)
+def test_a_response_is_of_one_version_of_an_adapter(
+    tokens: list[tuple[int, float]], wanted: Fate
+) -> None:
+    seen = request()
+    seen.tokens = tokens
+    assert fate(seen, [RESPONSE, OTHER_RESPONSE]) is wanted
 
 
 def test_output_of_an_aborting_client_counts_only_if_wrong() -> None:
@@ -154,12 +173,16 @@ def test_output_of_an_aborting_client_counts_only_if_wrong() -> None:
     hostile = request(manner=Manner.HOSTILE, num_tokens=0, error="INVALID_REQUEST")
     right = request()
     right.num_cached = 16
+    changed = request(num_tokens=2)
+    changed.tokens = list(OTHER_RESPONSE)
     counts = Counts.of(
-        [good, bad, hostile, right, request(num_tokens=0, error="DEADLINE_EXCEEDED")], [TRUTH]
+        [good, bad, hostile, right, changed, request(num_tokens=0, error="DEADLINE_EXCEEDED")],
+        [[RESPONSE, OTHER_RESPONSE]],
     )
-    assert counts.fates == {Fate.RIGHT: 1, Fate.LOST: 1}
+    assert counts.fates == {Fate.RIGHT: 2, Fate.LOST: 1}
+    assert counts.num_changed == 1
     assert (counts.num_requests, counts.num_wrong, counts.num_hung, counts.num_cached) == (
-        5,
+        6,
         1,
         0,
         1,
