@@ -83,7 +83,12 @@ def test_each_overlay_has_values_that_render_the_same_objects(overlay: str) -> N
 
 @pytest.mark.parametrize(
     ("overlay", "example"),
-    [("laptop", "kept-kernels"), ("laptop", "disk-cache"), ("disaggregated", "scaled-set")],
+    [
+        ("laptop", "kept-kernels"),
+        ("laptop", "disk-cache"),
+        ("laptop", "adapters"),
+        ("disaggregated", "scaled-set"),
+    ],
 )
 def test_examples_of_one_model_are_values_after_those_of_an_overlay(
     overlay: str, example: str

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, Document, load, of_kind, pod_kinds, selects
@@ -78,22 +79,26 @@ def test_kept_kernels_are_in_one_claim_of_all_workers() -> None:
         assert volume == {"name": "kernels", "persistentVolumeClaim": {"claimName": name}}
 
 
-def test_all_workers_share_the_claim_of_their_disk_caches() -> None:
-    documents = example("disk-cache")
+@pytest.mark.parametrize(("name", "is_read_only"), [("disk-cache", False), ("adapters", True)])
+def test_all_workers_share_a_claim(name: str, *, is_read_only: bool) -> None:
+    documents = example(name)
     (claim,) = of_kind(documents, "PersistentVolumeClaim")
+    read_only = {"readOnly": True} if is_read_only else {}
     workers = [pod for pod in pod_kinds(documents) if pod.role in {"prefill", "decode"}]
     assert len(workers) == 3
     for pod in workers:
-        (volume,) = [each for each in pod.spec["volumes"] if each["name"] == "disk-cache"]
-        assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
-        (mount,) = [
-            each for each in pod.container["volumeMounts"] if each["name"] == volume["name"]
-        ]
+        (volume,) = [each for each in pod.spec["volumes"] if each["name"] == name]
+        assert volume["persistentVolumeClaim"] == {
+            "claimName": claim["metadata"]["name"],
+            **read_only,
+        }
+        (mount,) = [each for each in pod.container["volumeMounts"] if each["name"] == name]
+        assert {key: mount[key] for key in read_only} == read_only
         flags = pod.container["args"]
-        assert flags[flags.index("--disk-cache") + 1] == mount["mountPath"]
+        assert flags[flags.index(f"--{name}") + 1] == mount["mountPath"]
     for pod in pod_kinds(documents):
         if pod not in workers:
-            assert "--disk-cache" not in pod.container["args"]
+            assert f"--{name}" not in pod.container["args"]
 
 
 def test_two_models_in_one_namespace_do_not_meet() -> None:

@@ -62,6 +62,9 @@ metadata:
 {{- if and $values.diskCache.claim (include "baton.isWorker" .name) -}}
 {{- $args = concat $args (list "--disk-cache" "/var/cache/baton-disk") -}}
 {{- end -}}
+{{- if and $values.adapters.claim (include "baton.isWorker" .name) -}}
+{{- $args = concat $args (list "--adapters" "/adapters") -}}
+{{- end -}}
 {{- range concat $args $role.args }}
 - {{ toString . | quote }}
 {{- end }}
@@ -228,6 +231,11 @@ annotations:
 - name: disk-cache
   mountPath: /var/cache/baton-disk
 {{- end }}
+{{- if and $values.adapters.claim (include "baton.isWorker" .name) }}
+- name: adapters
+  mountPath: /adapters
+  readOnly: true
+{{- end }}
 {{- end }}
 
 {{- define "baton.volumes" -}}
@@ -296,6 +304,12 @@ annotations:
 - name: disk-cache
   persistentVolumeClaim:
     claimName: {{ $values.diskCache.claim }}
+{{- end }}
+{{- if and $values.adapters.claim (include "baton.isWorker" .name) }}
+- name: adapters
+  persistentVolumeClaim:
+    claimName: {{ $values.adapters.claim }}
+    readOnly: true
 {{- end }}
 {{- end }}
 
