@@ -1,0 +1,24 @@
+"""A start is measured as a user sees it; one that fails says why."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from baton.cluster_config import demo_model
+from bench.start import start
+from runtime.errors import UnavailableError
+
+
+@pytest.mark.long
+async def test_a_start_takes_longer_than_its_imports() -> None:
+    started = await start(demo_model(), ("--aggregated", "--log-level", "info"), os.environ)
+    assert 0 < started.imports_s < started.ready_s
+    assert started.cpu_s > 0.5
+    assert 0 < started.first_token_s < started.ready_s
+    assert started.stop_s > 0
+
+
+async def test_a_failed_start_has_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"baton up ended: .*nothing does not exist"):
+        await start(tmp_path / "nothing", (), os.environ)
