@@ -99,6 +99,18 @@ class PoolAdapters:
                 f"the request asks for{f': {version.problem}' if version is not None else ''}"
             )
 
+    def check_loaded(self, key: str) -> None:
+        """Check that a leased adapter is still in memory.
+
+        Raises:
+            UnavailableError: a stage that joined again could not load it.
+        """
+        self.check(key)
+        if not self._memory.holds(self._known[key]):
+            raise UnavailableError(
+                f"this pool has formed again without the adapter {adapter_name(key)[:80]!r}"
+            )
+
     @asynccontextmanager
     async def leased(self, key: str) -> AsyncIterator[None]:
         """Have an adapter in memory for the length of the block.

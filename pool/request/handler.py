@@ -170,7 +170,11 @@ class RequestParts:
     async def bring(
         self, request: Request, blocks: tuple[bytes, ...], holder: types_pb2.BlockHolder
     ) -> Tiers:
-        """Bring into the cache what the holder, if one is named, and the disk have of a prompt."""
+        """Bring into the cache what the holder, if one is named, and the disk have of a prompt.
+
+        Raises:
+            UnavailableError: the pool lost a stage meanwhile.
+        """
         puller = self.puller if holder.address else None
         places = [place for place in (puller, self.disk) if place is not None]
         if not places:
@@ -180,8 +184,22 @@ class RequestParts:
             pulled_to = await puller.bring(request, blocks, holder)
         if self.disk is not None:
             read_to = await self.disk.bring(request, blocks)
+        self.check(request)
         page_size = self.plan.geometry.page_size
         return Tiers(*(page_size * end for end in (num_held, pulled_to, read_to)))
+
+    def check(self, request: Request) -> None:
+        """Check that the stages can run a request that has waited before it was queued.
+
+        The pool may have lost a stage since, or may have formed again with other adapters.
+
+        Raises:
+            UnavailableError: they cannot.
+        """
+        if not self.leader.serving:
+            raise UnavailableError(f"the pool does not serve: {self.leader.reason}")
+        if request.adapter:
+            self.adapters.check_loaded(request.adapter)
 
 
 class RequestHandler(Protocol):
@@ -231,10 +249,12 @@ async def serve(
     """Run one request to its end, after `begin` has taken a place in the scheduler for it.
 
     Raises:
-        BatonError: as `check_grammar`, `PoolAdapters.leased`, `begin` and `RequestHandler.run` do.
+        BatonError: as `check_grammar`, `PoolAdapters.leased`, `RequestParts.check`, `begin` and
+            `RequestHandler.run` do.
     """
     await check_grammar(request, parts.grammars)
     async with parts.adapters.leased(request.adapter) if request.adapter else nullcontext():
+        parts.check(request)
         handler = await begin()
         try:
             await handler.run()

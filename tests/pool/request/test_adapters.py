@@ -232,6 +232,21 @@ async def test_a_new_pool_holds_what_all_of_its_stages_can_load(folder: Path) ->
     assert rig.pool.accepted == [*kept, rig.keys["d"]]
 
 
+async def test_a_request_knows_whether_a_new_pool_has_its_adapter(folder: Path) -> None:
+    """Its file may have been replaced, so that a stage that joins again cannot load it."""
+    rig = Rig(folder, room=3, num_loaded=3)
+    a, b, d = (rig.keys[name] for name in "abd")
+    async with rig.request(a), rig.request(b):
+        rig.stages.bad, rig.stages.held = {b}, []
+        rig.stages.running.clear()  # the engine's requests ended with the pool
+        await rig.pool.formed()
+        rig.pool.check_loaded(a)
+        with pytest.raises(UnavailableError, match=r"does not have the adapter 'b' .* no "):
+            rig.pool.check_loaded(b)
+    with pytest.raises(UnavailableError, match="formed again without the adapter 'd'"):
+        rig.pool.check_loaded(d)
+
+
 async def test_a_pool_that_breaks_while_it_forms_counts_nothing_as_loaded(folder: Path) -> None:
     """What a stage does not hold is loaded again before a request has it."""
     rig = Rig(folder, room=3, num_loaded=3)
