@@ -127,6 +127,8 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
     if response.HasField("info"):
         known = _other_worker(worker)
         worker.introduced(response.info, facts)
+        if worker.is_usable:  # its info has changed
+            return ""
         if known and known == _other_worker(worker):
             return ""  # already logged
         if worker.mismatch:

@@ -260,7 +260,11 @@ class Worker:
         return num_rest <= self.load.local_rest_tokens
 
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
-        """Store the worker's info; drop bookings of its previous incarnation."""
+        """Store the worker's info; drop bookings of its previous incarnation.
+
+        A usable worker whose info changes, because it loaded an adapter, stays usable.
+        """
+        is_known = self.is_usable and info.incarnation == self.incarnation
         if info.incarnation != self.incarnation:
             self._outlived |= self._bookings
             self._bookings.clear()
@@ -270,10 +274,11 @@ class Worker:
             self.prefill_pace.restarted()
             self.index.forget(self.address)
         self.info, self._most_running = info, _most_running(info)
-        self.load = worker_pb2.WorkerLoad()
-        self.prefill_pace.introduced()
         self.mismatch = facts.mismatch(info, self.role)
-        self.problem = self.mismatch or "no load report yet"
+        if self.mismatch or not is_known:
+            self.load = worker_pb2.WorkerLoad()
+            self.prefill_pace.introduced()
+            self.problem = self.mismatch or "no load report yet"
         self.changed()
 
     def reported(self, load: worker_pb2.WorkerLoad) -> None:

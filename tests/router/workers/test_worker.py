@@ -180,9 +180,25 @@ async def test_reports_count_own_prompt_chunks_and_not_those_of_other_routers() 
         1 + kept + kept**2
     ) * kept**2  # of three seconds with a hundred tokens each, two seconds ago
     assert worker.prefill_pace.tokens_per_s == pytest.approx((before * 100 + 100) / (before + 2))
-    worker.introduced(worker_info(WorkerRole.PREFILL), FACTS)  # the stream of its reports restarts
+    worker.lost("it ended its reports")
+    worker.introduced(worker_info(WorkerRole.PREFILL), FACTS)
     reports(9_000, 0)
     assert worker.prefill_pace.tokens_under_way == 100
+
+
+async def test_a_worker_whose_adapters_change_stays_usable() -> None:
+    worker = await a_worker(WorkerRole.DECODE, pages_free=10, slots_free=4)
+    info = worker_info(WorkerRole.DECODE, adapters=["a@1"])
+    worker.introduced(info, FACTS)
+    assert worker.is_usable
+    assert worker.snapshot.has_room(1)
+    assert worker.info == info
+    worker.lost("no report for 4 s")
+    worker.introduced(info, FACTS)  # with a new stream of reports
+    assert worker.problem == "no load report yet"
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
+    worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b"), FACTS)
+    assert worker.problem == "no load report yet"
 
 
 async def test_a_new_incarnation_owes_nothing() -> None:
