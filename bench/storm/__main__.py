@@ -1,9 +1,10 @@
 """`python -m bench.storm`: faults of many kinds in a cluster of two of each role under load.
 
 Two routers, two prefill workers and two decode pools of two stages with drafts run under open-loop
-load. A seeded schedule kills and stops processes, damages bits, fills a disk and shifts clocks;
-most clients disconnect or misbehave. Every response is compared with that of a single process. The
-exit code is 1 if one was wrong, lost or hung, or anything leaked.
+load, or with `--random-layout` pools that the seed draws. A seeded schedule kills and stops
+processes, damages bits, fills a disk and shifts clocks; most clients disconnect or misbehave. Every
+response is compared with that of a single process. The exit code is 1 if one was wrong, lost or
+hung, or anything leaked.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from baton.cluster_config import demo_model
 from bench.report import OtherLoad, Value, render
+from bench.storm.layouts import random_layout, usual_layout
 from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
@@ -118,11 +120,16 @@ def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
         0.02 if "unread" in kinds else 0.0,
         0.02 if "hostile" in kinds else 0.0,
     )
+    layout = (
+        random_layout(flags.seed, flags.draft, has_adapters=flags.adapters is not None)
+        if flags.random_layout
+        else usual_layout(flags.seed, flags.draft)
+    )
     return StormConfig(
         weather,
         flags.seed,
         flags.model,
-        flags.draft,
+        layout,
         flags.adapters,
         shares,
         flags.rate,
@@ -157,6 +164,9 @@ def main() -> int:
         "--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory"
     )
     parser.add_argument(
+        "--random-layout", action="store_true", help="draw pools, divisions and settings"
+    )
+    parser.add_argument(
         "--adapters",
         type=Path,
         help="folder of adapters of one form, which are asked for in turn with the model",
@@ -165,8 +175,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     others = OtherLoad()
+    config = _config(flags, LineFile(flags.log))
+    print(f"layout: {config.layout}", file=sys.stderr)
     try:
-        storm = asyncio.run(run_storm(_config(flags, LineFile(flags.log))))
+        storm = asyncio.run(run_storm(config))
     except BatonError as error:
         print(f"bench.storm: {error}", file=sys.stderr)
         return 1

@@ -55,6 +55,7 @@ class Weather:
 def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[StormFault]:
     """Return the faults in order of time; kills per process differ by at most one."""
     rng = random.Random(seed)
+    senders = _senders(processes)
     faults = [
         StormFault(at_s, FaultKind.KILL, victim)
         for at_s, victim in zip(
@@ -63,11 +64,15 @@ def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[S
     ]
     if FaultKind.KILL not in weather.kinds:
         faults = []
-    others = [kind for kind in FaultKind if kind in weather.kinds and kind is not FaultKind.KILL]
+    others = [
+        kind
+        for kind in FaultKind
+        if kind in weather.kinds and kind is not FaultKind.KILL and senders.get(kind, processes)
+    ]
     if others:
         turns = _turns(others, rng)
         faults += [
-            _fault(at_s, next(turns), processes, rng)
+            _fault(at_s, kind := next(turns), senders.get(kind, processes), rng)
             for at_s in _times(weather, weather.other_every_s)
         ]
     return sorted(faults, key=lambda fault: fault.at_s)
@@ -85,16 +90,18 @@ def _turns(items: Sequence[T], rng: random.Random) -> Iterator[T]:
         yield from rng.sample(items, len(items))
 
 
-def _fault(
-    at_s: float, kind: FaultKind, processes: Sequence[str], rng: random.Random
-) -> StormFault:
+def _senders(processes: Sequence[str]) -> dict[FaultKind, Sequence[str]]:
+    """Return the possible victims of the faults that only some of the processes can have."""
     workers = [name for name in processes if not name.startswith("router")]
-    senders = {
+    return {
         FaultKind.FRAME: [name for name in workers if "." in name],
-        FaultKind.ITEM: [name for name in workers if name.startswith("prefill")],
+        FaultKind.ITEM: [name for name in workers if name.startswith(("prefill", "worker"))],
         FaultKind.DISK: workers,
     }
-    victim = rng.choice(senders.get(kind, list(processes)))
+
+
+def _fault(at_s: float, kind: FaultKind, victims: Sequence[str], rng: random.Random) -> StormFault:
+    victim = rng.choice(victims)
     amounts = {
         FaultKind.STOP: rng.uniform(*STOP_S),
         FaultKind.DISK: DISK_S,

@@ -19,6 +19,7 @@ from baton.values import Query
 from bench.storm import leaks, truth
 from bench.storm.adapters import StormAdapters
 from bench.storm.faults import Injector, SmallDisk, StormPlaces
+from bench.storm.layouts import Layout
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Counts, Pace, Truth, recoveries
@@ -30,8 +31,6 @@ PATIENT = Retry(
     attempts=40, resumptions=40, lost=4, last_pause_s=1.0
 )  # as long as a deadline allows
 ENDED_S = 5.0  # for the processes of a stopped cluster to exit
-WORKER_FLAGS = ("--drain-s", "2")
-ROUTER_FLAGS = ("--drain-s", "2", "--pull-tokens", "64")
 SETTINGS = (
     "[router]\nclient_stall_s = 5\n"  # so that stalled clients are disconnected within a storm
 )
@@ -41,14 +40,14 @@ SETTINGS = (
 class StormConfig:
     """Configuration of a storm.
 
-    `timeout_s` is the deadline of each request, `draft` the directory of a draft model, `adapters`
-    a folder of adapters; `sink` takes the processes' lines.
+    `timeout_s` is the deadline of each request, `adapters` a folder of adapters; `sink` takes the
+    processes' lines.
     """
 
     weather: Weather
     seed: int
     model: Path
-    draft: Path | None
+    layout: Layout
     adapters: Path | None
     shares: Shares
     rate: float = 8.0
@@ -58,18 +57,13 @@ class StormConfig:
     def cluster(
         self, places: StormPlaces, settings: Path, adapters: StormAdapters | None
     ) -> ClusterConfig:
-        draft = () if self.draft is None else ("--draft", str(self.draft))
-        # Workers in turn pull from each other most of their prompts.
-        policy = ("prefix_cache", "round_robin")[self.seed % 2]
         return ClusterConfig(
             model=self.model,
-            prefill=2,
-            decode=2,
-            decode_pp=2,
+            **self.layout.pools,
             routers=2,
             listen="127.0.0.1:0",
-            worker_flags=(*WORKER_FLAGS, *draft),
-            router_flags=(*ROUTER_FLAGS, "--policy", policy),
+            worker_flags=self.layout.flags_of_workers(settings.parent),
+            router_flags=self.layout.router_flags,
             config_file=settings,
             adapters=None if adapters is None else adapters.folder,
             stop_grace_s=5,
