@@ -157,6 +157,24 @@ def test_a_storm_in_which_an_adapter_changes_mixes_no_versions(tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", ["2", "10", "12"])
+def test_a_storm_of_a_random_layout_loses_nothing(seed: str, tmp_path: Path) -> None:
+    """The draft that a layout may have is the demo model's."""
+    for number in range(3):
+        write_adapter(tmp_path / f"adapter-{number}", demo_model(), seed=number, lora_alpha=60)
+    values = figures(
+        "bench.storm",
+        "--random-layout",
+        *("--seed", seed, "--seconds", "40", "--rate", "4", "--kill-every", "5"),
+        *("--adapters", str(tmp_path), "--aborts", "0.3", "--timeout", "120"),
+        timeout_s=800,
+    )
+    assert_bars(values)
+    assert values["kill_faults"] > 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_storm_with_frequent_kills_refuses_what_it_cannot_serve() -> None:
     """The rate is one that two cores serve during so many restarts; by hand the benchmark's own
     rate is used."""

@@ -9,10 +9,12 @@ from unittest.mock import patch
 
 import pytest
 
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import ClusterStatus, WorkerStatus
 from bench.partition.grid import Edge, Way
 from bench.storm import child, leaks
 from bench.storm.control import Control
+from bench.storm.layouts import random_layout
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Manner, PlannedRequest, Seen, Shares, plan
 from bench.storm.verdict import Counts, Fate, Pace, fate, recoveries
@@ -44,6 +46,27 @@ def test_only_the_requested_kinds_of_fault_happen() -> None:
         for fault in forecast(Weather(60.0, frozenset({FaultKind.STOP})), PROCESSES, seed=0)
     } == {FaultKind.STOP}
     assert forecast(Weather(5.0, frozenset(FaultKind), calm_s=4.0), PROCESSES, seed=0) == []
+
+
+def test_a_fault_that_no_process_can_have_does_not_happen() -> None:
+    pools_of_one_process = ("decode-0", "router", "router-1")
+    faults = forecast(Weather(60.0, frozenset(FaultKind)), pools_of_one_process, seed=0)
+    assert {fault.kind for fault in faults} == set(FaultKind) - {FaultKind.FRAME, FaultKind.ITEM}
+
+
+def test_random_layouts_are_clusters_that_can_start() -> None:
+    drafts = set[str]()
+    for seed in range(300):
+        layout = random_layout(seed, Path("draft"), has_adapters=seed % 2 == 0)
+        assert layout == random_layout(seed, Path("draft"), has_adapters=seed % 2 == 0)
+        config = ClusterConfig(model=demo_model(), **layout.pools)
+        assert sum(config.counts.values()) in (3, 4)
+        flags = layout.flags_of_workers(Path("folder"))
+        drafts |= {flags[place + 1] for place, flag in enumerate(flags) if flag == "--draft"}
+        if any(shape.num_data_ranks > 1 for shape in config.shapes):
+            assert seed % 2, "adapters need whole ranks"
+            assert "--disk-cache" not in flags
+    assert drafts == {"draft", "suffix"}
 
 
 def test_clients_behave_in_the_requested_shares() -> None:
