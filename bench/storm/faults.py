@@ -122,6 +122,8 @@ class Injector:
                 self._kill(fault.victim)
             case FaultKind.STOP:
                 await self._stop(fault)
+            case FaultKind.DRAIN:
+                self._kill(fault.victim, signal.SIGTERM)
             case FaultKind.FRAME:
                 control.flip_frames(1)
             case FaultKind.ITEM:
@@ -137,11 +139,11 @@ class Injector:
                 assert self._adapters is not None
                 await self._adapters.change(self._cluster.addresses)
 
-    def _kill(self, name: str) -> None:
+    def _kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         pid = self._cluster.processes[name].pid
         if pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
     async def _stop(self, fault: StormFault) -> None:
         pid = self._cluster.processes[fault.victim].pid

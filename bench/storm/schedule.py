@@ -12,6 +12,7 @@ T = TypeVar("T")
 class FaultKind(StrEnum):
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP, later SIGCONT
+    DRAIN = "drain"  # SIGTERM: the process drains and ends, and another one starts
     FRAME = "frame"  # one bit of a frame between stages
     ITEM = "item"  # one bit of a handed over item
     DISK = "disk"  # all writes fail for a while, and a process is killed meanwhile

@@ -17,6 +17,7 @@ HUNG_S = 10.0  # beyond its deadline; a request that takes longer counts as hung
 # more than the windows of a connection hold
 UNREAD_TOKENS = 700
 UNREAD_LOGPROBS = 20
+LITTLE_URGENT = 10  # a priority that routers preempt for others
 UNREAD_S = 12.0  # stay of a client that does not read; a router disconnects it in the meantime
 
 
@@ -82,7 +83,7 @@ def make_questions(
     """Return prompts of random ordinary tokens, for the model and each adapter in turn.
 
     Every third prompt begins like the one before it. Every other one is sampled with penalties, the
-    rest is greedy. All request logprobs.
+    rest is greedy. Every fifth is so little urgent that it pauses for others. All request logprobs.
     """
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
@@ -109,6 +110,7 @@ def make_questions(
             num_top_logprobs=0,
             skip_text=True,
             model=models[index % len(models)],
+            priority=LITTLE_URGENT if index % 5 == 4 else 0,
         )
         for index, prompt in enumerate(prompts)
     ]
