@@ -74,9 +74,8 @@ def figures(storm: Storm) -> dict[str, Value]:
 def holds(storm: Storm, *, min_right: float) -> bool:
     """Return whether the storm meets the bars that hold for every storm."""
     counts = storm.counts
-    right = counts.fates[Fate.RIGHT] >= min_right * (
-        sum(counts.fates.values()) - counts.fates[Fate.DAMAGED]
-    )
+    possible = sum(counts.fates.values()) - counts.fates[Fate.DAMAGED] - counts.fates[Fate.REPLACED]
+    right = counts.fates[Fate.RIGHT] >= min_right * possible
     return (
         not (counts.num_wrong or counts.num_hung or storm.num_leaked or counts.fates[Fate.LOST])
         and right

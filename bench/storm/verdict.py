@@ -15,6 +15,7 @@ Truth = Sequence[ScoredTokens]  # the right responses of a question
 # Errors that tell a client that its request was not served, and that it may retry.
 REFUSALS = frozenset({"UNAVAILABLE", "DRAINING", "OUT_OF_CAPACITY"})
 DAMAGE = "DIGEST_MISMATCH"
+REPLACED = "its adapter has changed"  # in the error of a response that resumes
 PACE_S = 0.5  # a request without a message for longer is stalled throughout
 HOLD_S = 1.0  # period of full service that counts as recovery
 BACK_SHARE = 0.95
@@ -25,6 +26,7 @@ class Fate(StrEnum):
     RIGHT = "right"
     REFUSED = "refused"  # with a status that says so, and without a token before it
     DAMAGED = "damaged"  # DATA_LOSS: a bit was damaged in transit, and the error reports it
+    REPLACED = "replaced"  # its adapter changed, and then all workers with the old version died
     LOST = "lost"
     WRONG = "wrong"
     HUNG = "hung"
@@ -40,6 +42,8 @@ def fate(seen: Seen, truth: Truth) -> Fate:
         return Fate.RIGHT if any(seen.tokens == list(right) for right in truth) else Fate.WRONG
     if seen.error == DAMAGE:
         return Fate.DAMAGED
+    if len(truth) > 1 and REPLACED in seen.text:
+        return Fate.REPLACED
     return Fate.REFUSED if seen.error in REFUSALS and not seen.tokens else Fate.LOST
 
 

@@ -187,6 +187,13 @@ def test_a_response_is_of_one_version_of_an_adapter(
     assert fate(seen, [RESPONSE, OTHER_RESPONSE]) is wanted
 
 
+def test_a_response_whose_version_is_gone_was_not_lost() -> None:
+    seen = request(num_tokens=1, error="UNAVAILABLE")
+    seen.text = "resumed_from[0]: its adapter has changed, or the request differs"
+    assert fate(seen, [RESPONSE, OTHER_RESPONSE]) is Fate.REPLACED
+    assert fate(seen, [RESPONSE]) is Fate.LOST, "this one has no other version"
+
+
 def test_output_of_an_aborting_client_counts_only_if_wrong() -> None:
     good, bad = (
         request(manner=Manner.ABORTING, num_tokens=1),
