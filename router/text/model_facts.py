@@ -30,7 +30,7 @@ class ServedAdapters:
     Attributes:
         offered: to new requests, in the order of the names.
         former: further ones, for responses that have begun.
-        differing: names that both roles have, but not in the same version.
+        differing: names that both roles offer, but not in the same version.
         is_known: whether workers of both roles have reported.
     """
 

@@ -1,7 +1,7 @@
 """The adapters that workers offer, and the workers that have one."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from router.text.model_facts import ServedAdapters
 from router.workers.worker import Worker, WorkerRole
@@ -15,37 +15,36 @@ def served_adapters(workers: Iterable[Worker]) -> ServedAdapters:
     counts.
     """
     reported = set[WorkerRole]()
-    roles: dict[str, set[WorkerRole]] = defaultdict(set)
+    accepting: dict[str, set[WorkerRole]] = defaultdict(set)  # by key
+    offering: dict[str, set[WorkerRole]] = defaultdict(set)  # by name
     offers: Counter[str] = Counter()
     for worker in workers:
-        if worker.info is not None:
-            reported.add(worker.role)
-            retired = set(worker.info.retired_adapters)
-            for key in worker.info.adapters:
-                roles[key].add(worker.role)
-                offers[key] += key not in retired
-    accepted = [key for key in offers if len(roles[key]) == len(WorkerRole)]
-    ranked = sorted(accepted, key=lambda key: (offers[key], key))
+        if worker.info is None:
+            continue
+        reported.add(worker.role)
+        retired = set(worker.info.retired_adapters)
+        for key in worker.info.adapters:
+            accepting[key].add(worker.role)
+            if key not in retired:
+                offering[adapter_name(key)].add(worker.role)
+                offers[key] += 1
+    ranked = sorted(_of_both_roles(accepting), key=lambda key: (offers[key], key))
     # The last of a name counts.
     offered = {adapter_name(key): key for key in ranked if offers[key]}
     former: dict[str, tuple[str, ...]] = {}
     for key in ranked:
         if offered.get(name := adapter_name(key)) != key:
             former[name] = (*former.get(name, ()), key)
-    having: dict[str, set[WorkerRole]] = defaultdict(set)
-    for key, count in offers.items():
-        if count:
-            having[adapter_name(key)] |= roles[key]
     return ServedAdapters(
         dict(sorted(offered.items())),
         former,
-        frozenset(
-            name
-            for name, role_set in having.items()
-            if len(role_set) == len(WorkerRole) and name not in offered
-        ),
+        frozenset(_of_both_roles(offering)) - offered.keys(),
         is_known=len(reported) == len(WorkerRole),
     )
+
+
+def _of_both_roles(roles: Mapping[str, set[WorkerRole]]) -> list[str]:
+    return [each for each, found in roles.items() if len(found) == len(WorkerRole)]
 
 
 def has_adapter(worker: Worker, key: str) -> bool:
