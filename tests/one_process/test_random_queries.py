@@ -102,7 +102,7 @@ async def check(
         assert rest.finish == whole.finish, (query, counts)
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(24), kept=(0, 1)))
+@pytest.mark.parametrize("seed", mostly_long(range(24), kept=(0,)))
 async def test_any_request_has_one_answer(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     cluster = drawn(dice, tmp_path)
