@@ -38,7 +38,7 @@ _READY = "ready: "
 
 
 @dataclass(frozen=True)
-class Started:
+class StartTimes:
     """The times of one start, in seconds.
 
     `cpu_s` is of all processes of the cluster until it is ready. `imports_s` is the reference.
@@ -63,7 +63,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             rounds.append(await start(flags.model, flags.up, environment))
     values = {
         name: statistics.median(getattr(each, name) for each in rounds)
-        for name in Started.__dataclass_fields__
+        for name in StartTimes.__dataclass_fields__
     }
     ratios = [each.ready_s / each.imports_s for each in rounds]
     return {
@@ -75,7 +75,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     }
 
 
-async def start(model: Path, up_flags: Sequence[str], environment: Mapping[str, str]) -> Started:
+async def start(model: Path, up_flags: Sequence[str], environment: Mapping[str, str]) -> StartTimes:
     """Start a cluster, send one request and stop it.
 
     Raises:
@@ -109,7 +109,7 @@ async def start(model: Path, up_flags: Sequence[str], environment: Mapping[str, 
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(STOP_S):
             await process.communicate()
-        return Started(imports_s, ready_s, cpu_s, first_token_s, time.monotonic() - began_s)
+        return StartTimes(imports_s, ready_s, cpu_s, first_token_s, time.monotonic() - began_s)
     finally:
         if process.returncode is None:
             process.kill()

@@ -12,7 +12,7 @@ DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1))  # stages, ranks
 
 
 @dataclass(frozen=True)
-class Layout:
+class StormLayout:
     """Pools and flags of a cluster.
 
     `pools` are fields of `ClusterConfig`. With `has_disk` workers keep prefix caches on disk.
@@ -29,23 +29,23 @@ class Layout:
         return (*self.worker_flags, *disk)
 
 
-def usual_layout(seed: int, draft: Path | None) -> Layout:
+def usual_layout(seed: int, draft: Path | None) -> StormLayout:
     """Return two pools of each role, with stages and drafts; the policy alternates by seed."""
     # Workers in turn pull from each other most of their prompts.
     policy = ("prefix_cache", "round_robin")[seed % 2]
-    return Layout(
+    return StormLayout(
         {"prefill": 2, "decode": 2, "decode_pp": 2},
         (*DRAIN, *(() if draft is None else ("--draft", str(draft)))),
         (*DRAIN, *PULLS, "--policy", policy),
     )
 
 
-def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> Layout:
+def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> StormLayout:
     """Draw roles, divisions, drafts, caches, limits and policy."""
     drawing = _Drawing(random.Random(seed), has_adapters=has_adapters)
     drawing.pools()
     drawing.flags(draft)
-    return Layout(
+    return StormLayout(
         drawing.fields,
         tuple(drawing.worker_flags),
         (*DRAIN, *PULLS, "--policy", drawing.dice.choice(("prefix_cache", "round_robin"))),

@@ -19,7 +19,7 @@ from baton.values import Query
 from bench.storm import leaks, truth
 from bench.storm.adapters import StormAdapters
 from bench.storm.faults import Injector, SmallDisk, StormPlaces
-from bench.storm.layouts import Layout
+from bench.storm.layouts import StormLayout
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Counts, Pace, Truth, recoveries
@@ -47,7 +47,7 @@ class StormConfig:
     weather: Weather
     seed: int
     model: Path
-    layout: Layout
+    layout: StormLayout
     adapters: Path | None
     shares: Shares
     rate: float = 8.0

@@ -68,9 +68,7 @@ class Booking:
         return self.worker.incarnation != self.incarnation
 
     def lost(self, reason: str) -> None:
-        """Mark the worker as lost. Has no effect after its restart: a restarted worker is another
-        worker.
-        """
+        """Mark the worker as lost. Has no effect after its restart."""
         if not self.is_outlived:
             self.worker.lost(reason)
 
@@ -93,9 +91,7 @@ class Booking:
             self.worker.answer_pace.answered(seconds)
 
     def record_handoff(self, waited_s: float) -> None:
-        """Record that the missing part of the prompt landed in a decode pool, `waited_s` after the
-        first token.
-        """
+        """Record that a decode pool has the missing part of the prompt, `waited_s` after a token."""
         if not self.is_outlived:
             self.worker.answer_pace.record_handoff(self.num_tokens, waited_s)
 
@@ -260,10 +256,7 @@ class Worker:
         return num_rest <= self.load.local_rest_tokens
 
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
-        """Store the worker's info; drop bookings of its previous incarnation.
-
-        A usable worker whose info changes, because it loaded an adapter, stays usable.
-        """
+        """Store the info; drop bookings of a previous incarnation. A usable worker stays usable."""
         is_known = self.is_usable and info.incarnation == self.incarnation
         if info.incarnation != self.incarnation:
             self._outlived |= self._bookings
