@@ -59,7 +59,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             environment = dict(os.environ)
             if flags.cold:
                 folder = tempfile.TemporaryDirectory(prefix="bench-start-")
-                environment["BATON_CACHE_DIR"] = stack.enter_context(folder)
+                environment["NUMBA_CACHE_DIR"] = stack.enter_context(folder)
             rounds.append(await start(flags.model, flags.up, environment))
     values = {
         name: statistics.median(getattr(each, name) for each in rounds)
