@@ -11,7 +11,7 @@ from baton.adapters import change_adapters
 from baton.values import Query
 from bench.storm import truth
 from bench.storm.verdict import ScoredTokens
-from runtime.errors import BatonError
+from runtime.errors import BatonError, ConfigError
 from runtime.model_files.adapter_folders import WEIGHTS, adapter_folders
 from runtime.security.access import PLAIN_CHANNEL
 
@@ -26,7 +26,10 @@ class StormAdapters:
     """
 
     def __init__(self, source: Path, folder: Path) -> None:
+        """Copy the adapters, or raise ConfigError if there are fewer than two."""
         self.names = tuple(each.name for each in adapter_folders(source))
+        if len(self.names) < 2:
+            raise ConfigError(f"{source} has fewer than two adapters", field="adapters")
         self.folder = folder
         self._other = folder.with_name(f"{folder.name}-other")  # with the other version
         for copy in (self.folder, self._other):

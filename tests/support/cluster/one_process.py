@@ -115,6 +115,7 @@ async def cluster_in_process(
             watching = asyncio.create_task(report_stuck_requests())
             try:
                 async with AsyncBatonClient(address, retry=retry) as client:
+                    await _until_clean(client)  # the router serves with the first pools
                     yield client
                     await _until_clean(client)
             finally:
