@@ -170,8 +170,13 @@ class _AdaptedProjection:
             self._regroup()
 
     def _regroup(self) -> None:
+        """Group the adapters in an order that does not depend on the order of their loads.
+
+        Ranks exchange the sums of one adapter after another, and a rank that joined again has
+        loaded them in another order than the others.
+        """
         by_rank: dict[int, dict[str, _AdapterFactors]] = {}
-        for adapter, factors in self.loaded.items():
+        for adapter, factors in sorted(self.loaded.items(), key=lambda each: each[0]):
             by_rank.setdefault(factors.rank, {})[adapter] = factors
         self.updates.groups = [
             UpdateGroup(
@@ -179,7 +184,7 @@ class _AdaptedProjection:
                 _product([each.down for each in members.values()]),
                 tuple(each.ups for each in members.values()),
             )
-            for members in by_rank.values()
+            for _, members in sorted(by_rank.items(), key=lambda each: each[0])
         ]
 
     def _down(self, matrix: Tensor) -> Linear | SummedLinear:

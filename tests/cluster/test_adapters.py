@@ -94,6 +94,36 @@ async def baton(*arguments: str) -> tuple[int | None, list[str]]:
     return process.returncode, output.decode().splitlines()
 
 
+async def test_a_killed_rank_changes_no_bit_of_a_mix_of_adapters(tmp_path: Path) -> None:
+    """The rank that starts again loads the adapters in another order than the other rank did, and
+    they exchange the sums of one adapter after another."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    names = ("one", "two", "three")
+    for seed, name in enumerate(names):
+        write_adapter(tmp_path / "all" / name, model, seed=seed)
+    shutil.copytree(tmp_path / "all", tmp_path / "adapters")
+    shutil.rmtree(tmp_path / "adapters" / "one")  # loaded last, and first by name
+    async with running_cluster(model, decode_tp=2, adapters=tmp_path / "adapters") as running:
+        shutil.copytree(tmp_path / "all" / "one", tmp_path / "adapters" / "one")
+        code, _ = await baton("adapters", "--target", running.cluster.address, "--load", "one")
+        assert code == 0
+        questions = [
+            replace(question, adapter=(*names, "")[place % 4], max_tokens=40)
+            for place, question in enumerate(make_questions(12, seed=12, max_prompt=60))
+        ]
+        reference = Reference(model, adapters=tmp_path / "all")
+        expected = on_the_wire(reference.answers(questions))
+        await survive(running, "decode-0.1", questions, expected, after_s=0.2)
+        again = [
+            replace(question, request_id=f"again-{question.request_id}") for question in questions
+        ]
+        answers = await asyncio.gather(
+            *(running.client.complete(as_query(question), timeout_s=60) for question in again)
+        )
+        assert [shown(answer) for answer in answers] == expected
+        await running.until_clean()
+
+
 async def test_a_killed_stage_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:
     """More adapters are asked for than fit in memory, so stages load and drop them all the time."""
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
