@@ -17,7 +17,7 @@ import time
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -62,8 +62,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                 environment["NUMBA_CACHE_DIR"] = stack.enter_context(folder)
             rounds.append(await start(flags.model, flags.up, environment))
     values = {
-        name: statistics.median(getattr(each, name) for each in rounds)
-        for name in StartTimes.__dataclass_fields__
+        name: statistics.median(asdict(each)[name] for each in rounds) for name in asdict(rounds[0])
     }
     ratios = [each.ready_s / each.imports_s for each in rounds]
     return {

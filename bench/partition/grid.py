@@ -199,7 +199,6 @@ async def grid(
             warm_up = asyncio.gather(
                 *(client.complete(question, timeout_s=60) for question in questions)
             )
-            answers = await asyncio.to_thread(truth.answers, model, questions)
+            truths = await asyncio.to_thread(truth.truths, model, questions)
             await warm_up
-            truths = [[answer] for answer in answers]
             yield Grid(network, client, cluster, questions, truths, rate, timeout_s)

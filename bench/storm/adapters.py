@@ -41,19 +41,15 @@ class StormAdapters:
 
     def truths(self, model: Path, questions: Sequence[Query]) -> list[list[ScoredTokens]]:
         """Return the right responses of each question: one for each version of its adapter."""
-        right: list[list[ScoredTokens]] = [
-            [answer] for answer in truth.answers(model, questions, adapters=self.folder)
-        ]
+        right = truth.truths(model, questions, adapters=self.folder)
         changing = [
             place
             for place, question in enumerate(questions)
             if question.model == f":{self._changing}"
         ]
-        others = truth.answers(
-            model, [questions[place] for place in changing], adapters=self._other
-        )
-        for place, answer in zip(changing, others, strict=True):
-            right[place].append(answer)
+        others = truth.truths(model, [questions[place] for place in changing], adapters=self._other)
+        for place, other in zip(changing, others, strict=True):
+            right[place] += other
         return right
 
     async def change(self, routers: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,48 +42,40 @@ def usual_layout(seed: int, draft: Path | None) -> StormLayout:
 
 def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> StormLayout:
     """Draw roles, divisions, drafts, caches, limits and policy."""
-    drawing = _Drawing(random.Random(seed), has_adapters=has_adapters)
-    drawing.pools()
-    drawing.flags(draft)
-    return StormLayout(
-        drawing.fields,
-        tuple(drawing.worker_flags),
-        (*DRAIN, *PULLS, "--policy", drawing.dice.choice(("prefix_cache", "round_robin"))),
-        has_disk=not drawing.has_data_ranks and drawing.dice.random() < 0.4,
-    )
+    dice = random.Random(seed)
+    pools = _random_pools(dice, has_adapters=has_adapters)
+    flags = _random_flags(dice, draft)
+    policy = dice.choice(("prefix_cache", "round_robin"))
+    has_data_ranks = any(name.endswith("dp_attention") for name in pools)
+    has_disk = not has_data_ranks and dice.random() < 0.4
+    return StormLayout(pools, flags, (*DRAIN, *PULLS, "--policy", policy), has_disk=has_disk)
 
 
-@dataclass
-class _Drawing:
-    dice: random.Random
-    has_adapters: bool
-    fields: dict[str, int] = field(default_factory=dict)
-    worker_flags: list[str] = field(default_factory=lambda: list(DRAIN))
+def _random_pools(dice: random.Random, *, has_adapters: bool) -> dict[str, int]:
+    kind = dice.choice(("apart", "apart", "both roles", "mixed"))
+    roles, count = {
+        "apart": (("prefill", "decode"), 2),
+        "both roles": (("worker",), 3),
+        "mixed": (("prefill", "decode", "worker"), 1),
+    }[kind]
+    pools = {"prefill": 0, "decode": 0} | dict.fromkeys(roles, count)
+    for role in roles:
+        stages, ranks = dice.choice(DIVISIONS)
+        pools |= {f"{role}_pp": stages, f"{role}_tp": ranks}
+        if ranks > 1 and not has_adapters and dice.random() < 0.4:
+            pools[f"{role}_dp_attention"] = ranks
+    return pools
 
-    def pools(self) -> None:
-        kind = self.dice.choice(("apart", "apart", "both roles", "mixed"))
-        roles = {"apart": ("prefill", "decode"), "both roles": ("worker",)}.get(
-            kind, ("prefill", "decode", "worker")
-        )
-        count = {"apart": 2, "both roles": 3}.get(kind, 1)
-        self.fields = {"prefill": 0, "decode": 0} | dict.fromkeys(roles, count)
-        for role in roles:
-            stages, ranks = self.dice.choice(DIVISIONS)
-            self.fields |= {f"{role}_pp": stages, f"{role}_tp": ranks}
-            if ranks > 1 and not self.has_adapters and self.dice.random() < 0.4:
-                self.fields[f"{role}_dp_attention"] = ranks
 
-    @property
-    def has_data_ranks(self) -> bool:
-        return any(name.endswith("dp_attention") for name in self.fields)
-
-    def flags(self, draft: Path | None) -> None:
-        drafting = self.dice.choice(("none", "model", "model", "text"))
-        if drafting == "model" and draft is not None:
-            self.worker_flags += ["--draft", str(draft)]
-        elif drafting == "text":
-            self.worker_flags += ["--draft", "suffix"]
-        if self.dice.random() < 0.3:  # so that requests are preempted
-            self.worker_flags += ["--num-pages", "16", "--max-running", "6"]
-        if self.dice.random() < 0.3:
-            self.worker_flags += ["--chunk-tokens", "64"]
+def _random_flags(dice: random.Random, draft: Path | None) -> tuple[str, ...]:
+    flags = [*DRAIN]
+    drafting = dice.choice(("none", "model", "model", "text"))
+    if drafting == "model" and draft is not None:
+        flags += ["--draft", str(draft)]
+    elif drafting == "text":
+        flags += ["--draft", "suffix"]
+    if dice.random() < 0.3:  # so that requests are preempted
+        flags += ["--num-pages", "16", "--max-running", "6"]
+    if dice.random() < 0.3:
+        flags += ["--chunk-tokens", "64"]
+    return tuple(flags)

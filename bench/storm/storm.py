@@ -194,7 +194,7 @@ def _truths(
     model: Path, questions: Sequence[Query], adapters: StormAdapters | None
 ) -> Sequence[Truth]:
     if adapters is None:
-        return [[answer] for answer in truth.answers(model, questions)]
+        return truth.truths(model, questions)
     return adapters.truths(model, questions)
 
 

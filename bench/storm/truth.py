@@ -8,20 +8,21 @@ import numpy
 import torch
 
 from baton.values import Query
+from bench.storm.verdict import ScoredTokens
 from engine.core.request import Request, SamplingParams
 from models.adapters import read_adapters
 from models.loader import read_model
-from tests.support.pool.local_pool import local_pool
+from tests.support.pool.local_pool import LocalPool, local_pool
 
 PAGE_SIZE = 64
 NUM_PAGES = 256
 MAX_RUNNING = 8
 
 
-def answers(
+def truths(
     model: Path, questions: Sequence[Query], *, adapters: Path | None = None
-) -> list[list[tuple[int, float]]]:
-    """Return (token id, logprob as on the wire) of each response, one question after another."""
+) -> list[list[ScoredTokens]]:
+    """Return the right response of each question, as the only one; one question after another."""
     torch.set_num_threads(1)
     description = read_model(model)
     if adapters is not None:
@@ -31,15 +32,17 @@ def answers(
         description, page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING
     ) as pool:
         return [
-            [
-                (token.token_id, float(numpy.float32(token.logprobs.logprob)))
-                for token in pool.generate([request])[0].tokens
-                if token.logprobs is not None
-            ]
-            for request in (
-                _request(question, keys.get(question.model, "")) for question in questions
-            )
+            [_response(pool, _request(question, keys.get(question.model, "")))]
+            for question in questions
         ]
+
+
+def _response(pool: LocalPool, request: Request) -> ScoredTokens:
+    return [
+        (token.token_id, float(numpy.float32(token.logprobs.logprob)))
+        for token in pool.generate([request])[0].tokens
+        if token.logprobs is not None
+    ]
 
 
 def _request(query: Query, adapter: str) -> Request:

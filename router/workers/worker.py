@@ -91,7 +91,7 @@ class Booking:
             self.worker.answer_pace.answered(seconds)
 
     def record_handoff(self, waited_s: float) -> None:
-        """Record that a decode pool has the missing part of the prompt, `waited_s` after a token."""
+        """Record that a decode pool has the prompt's missing part, `waited_s` after its first token."""
         if not self.is_outlived:
             self.worker.answer_pace.record_handoff(self.num_tokens, waited_s)
 

@@ -112,6 +112,17 @@ def _draw_drafts(dice: random.Random, found: Drawn, folder: Path, page_size: int
     }
 
 
+def write_files(cluster: Drawn, folder: Path) -> Path:
+    """Write the model, its adapters and its draft; return the model's folder."""
+    model = make_checkpoint(folder, cluster.family, dtype=cluster.dtype)
+    for number, name in enumerate(cluster.adapters[1:]):
+        write_adapter(folder / "adapters" / name, model, seed=number, rank=8 - 3 * number)
+    if cluster.settings.get("draft") == folder / "eagle":
+        save_draft(folder / "eagle", layers=(0, 1, 3))
+    (folder / "itself").symlink_to(model)
+    return model
+
+
 def first_prompts(dice: random.Random) -> list[list[int]]:
     prompts = [
         dice.choices(range(3, 200), k=dice.choice((5, 60, 130, 200)))
@@ -136,12 +147,7 @@ async def ask(client: AsyncBatonClient, request: Request, abort_s: float | None)
 async def test_any_cluster_gives_the_bits_of_one_process(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     cluster = drawn(dice, tmp_path)
-    model = make_checkpoint(tmp_path, cluster.family, dtype=cluster.dtype)
-    for number, name in enumerate(cluster.adapters[1:]):
-        write_adapter(tmp_path / "adapters" / name, model, seed=number, rank=8 - 3 * number)
-    if cluster.settings.get("draft") == tmp_path / "eagle":
-        save_draft(tmp_path / "eagle", layers=(0, 1, 3))
-    (tmp_path / "itself").symlink_to(model)
+    model = write_files(cluster, tmp_path)
     reference = Reference(
         model,
         weight_format=cluster.weight_format,

@@ -13,12 +13,9 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.values import Completion, Query, Sampling, Stop, StructuredOutput, Timings, Usage
-from tests.one_process.test_random_clusters import drawn
+from tests.one_process.test_random_clusters import drawn, write_files
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.drafts.eagle import save_draft
 from tests.support.grids import mostly_long
-from tests.support.models.adapters import write_adapter
-from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.guided import write_character_tokenizer
 
 NUM_QUERIES = 8
@@ -106,13 +103,8 @@ async def check(
 async def test_any_request_has_one_answer(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     cluster = drawn(dice, tmp_path)
-    model = make_checkpoint(tmp_path, cluster.family, dtype=cluster.dtype)
+    model = write_files(cluster, tmp_path)
     write_character_tokenizer(model)
-    for number, name in enumerate(cluster.adapters[1:]):
-        write_adapter(tmp_path / "adapters" / name, model, seed=number, rank=8 - 3 * number)
-    if cluster.settings.get("draft") == tmp_path / "eagle":
-        save_draft(tmp_path / "eagle", layers=(0, 1, 3))
-    (tmp_path / "itself").symlink_to(model)
     queries = [random_query(dice, cluster.adapters) for _ in range(NUM_QUERIES)]
     plain = {
         name: value for name, value in cluster.settings.items() if name in ("weights", "adapters")
