@@ -122,7 +122,7 @@ class Grid:
         """Cut the edge; return when all requests have ended and the cluster is clean, or after
         `SETTLE_S`."""
         starts = self._num_starts
-        traffic = Traffic(self.client, self.questions, self.timeout_s)
+        traffic = Traffic([self.client], self.questions, self.timeout_s)
         planned = plan(
             LEAD_S + cell.seconds + TAIL_S,
             self.rate,
@@ -199,6 +199,6 @@ async def grid(
             warm_up = asyncio.gather(
                 *(client.complete(question, timeout_s=60) for question in questions)
             )
-            truths = await asyncio.to_thread(truth.truths, model, questions)
+            truths = await truth.truths(model, questions)
             await warm_up
             yield Grid(network, client, cluster, questions, truths, rate, timeout_s)

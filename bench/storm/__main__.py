@@ -64,6 +64,7 @@ def figures(storm: Storm) -> dict[str, Value]:
         "workers_away": storm.held.away,
         "descriptors_grown": storm.num_descriptors,
         "processes_left": storm.num_processes,
+        "unhealthy": storm.num_unhealthy,
         "settled_s": storm.settled_s,
         "calm_share": storm.calm_share,
         "untried": ",".join(sorted(storm.untried)),
@@ -94,7 +95,7 @@ def explain(storm: Storm) -> list[str]:
             ended_s = (seen.ended_s or seen.sent_s) - storm.start_s
             lines.append(
                 f"{seen.sent_s - storm.start_s:7.2f} s  {became} at {ended_s:.2f} s after "
-                f"{len(seen.tokens)} tokens: {seen.error} {seen.text}"
+                f"{seen.num_tokens} tokens: {seen.error} {seen.text}"
             )
     return lines
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from baton.adapters import change_adapters
 from baton.values import Query
 from bench.storm import truth
-from bench.storm.verdict import ScoredTokens
+from bench.storm.verdict import Truth
 from runtime.errors import BatonError, ConfigError
 from runtime.model_files.adapter_folders import WEIGHTS, adapter_folders
-from runtime.security.access import PLAIN_CHANNEL
+from runtime.security.access import ChannelSecurity
 
 CHANGE_S = 30.0  # to load a version on all workers, some of which may be away
 PAUSE_S = 0.5  # before an operator tries again
@@ -39,27 +39,29 @@ class StormAdapters:
         self._next = itertools.cycle((last, first))
         self._place(last, self._other)
 
-    def truths(self, model: Path, questions: Sequence[Query]) -> list[list[ScoredTokens]]:
+    async def truths(self, model: Path, questions: Sequence[Query]) -> list[Truth]:
         """Return the right responses of each question: one for each version of its adapter."""
-        right = truth.truths(model, questions, adapters=self.folder)
+        right = await truth.truths(model, questions, adapters=self.folder)
         changing = [
             place
             for place, question in enumerate(questions)
             if question.model == f":{self._changing}"
         ]
-        others = truth.truths(model, [questions[place] for place in changing], adapters=self._other)
+        others = await truth.truths(
+            model, [questions[place] for place in changing], adapters=self._other
+        )
         for place, other in zip(changing, others, strict=True):
-            right[place] += other
+            right[place] = [*right[place], *other]
         return right
 
-    async def change(self, routers: Sequence[str]) -> None:
+    async def change(self, routers: Sequence[str], security: ChannelSecurity) -> None:
         """Give the first adapter its other version; ask in turn until all workers have it."""
         self._place(next(self._next), self.folder)
         with suppress(TimeoutError):
             async with asyncio.timeout(CHANGE_S):
                 for router in itertools.cycle(routers):
                     with suppress(BatonError):
-                        workers = await change_adapters(router, PLAIN_CHANNEL, load=self._changing)
+                        workers = await change_adapters(router, security, load=self._changing)
                         if workers and not any(worker.error for worker in workers):
                             return
                     await asyncio.sleep(PAUSE_S)

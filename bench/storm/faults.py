@@ -8,16 +8,23 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from baton.cluster import LocalCluster
 from baton.fork_server import ProcessPlaces
+from baton.roles import set_roles
 from bench.storm.adapters import StormAdapters
+from bench.storm.clients import StormClients
 from bench.storm.control import Control
 from bench.storm.schedule import FaultKind, StormFault
+from runtime.errors import BatonError
+from runtime.security.access import PLAIN_CHANNEL
 
+ALL_ROLES = ("prefill", "decode")
+FEWER_ROLES = (("prefill",), ("decode",))
 DISK_BYTES = 1 << 20
 _BLOCK = bytes(4096)
 
@@ -93,20 +100,23 @@ class SmallDisk:
         self._filler.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Equipment:
+    """Contents of a storm's folder: what its cluster needs, and what faults need."""
+
+    folder: Path
+    places: StormPlaces
+    disk: SmallDisk
+    clients: StormClients
+    adapters: StormAdapters | None
+
+
 class Injector:
     """Injector of faults; `heal` ends all faults in progress."""
 
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        places: StormPlaces,
-        disk: SmallDisk,
-        adapters: StormAdapters | None = None,
-    ) -> None:
+    def __init__(self, cluster: LocalCluster, equipment: Equipment) -> None:
         self._cluster = cluster
-        self._adapters = adapters
-        self._places = places
-        self._disk = disk
+        self._equipment = equipment
         self._stopped: set[int] = set()
         self.done: Counter[FaultKind] = Counter()
 
@@ -116,7 +126,7 @@ class Injector:
     async def _one(self, fault: StormFault, start_s: float) -> None:
         await asyncio.sleep(max(start_s + fault.at_s - time.monotonic(), 0.0))
         self.done[fault.kind] += 1
-        control = self._places.controls[fault.victim]
+        control = self._equipment.places.controls[fault.victim]
         match fault.kind:
             case FaultKind.KILL:
                 self._kill(fault.victim)
@@ -131,13 +141,19 @@ class Injector:
             case FaultKind.CLOCK:
                 control.shift_clock(fault.amount)
             case FaultKind.DISK:
-                self._disk.fill()
+                self._equipment.disk.fill()
                 self._kill(fault.victim)
                 await asyncio.sleep(fault.amount)
-                self._disk.empty()
+                self._equipment.disk.empty()
             case FaultKind.ADAPTER:
-                assert self._adapters is not None
-                await self._adapters.change(self._cluster.addresses)
+                assert self._equipment.adapters is not None
+                await self._equipment.adapters.change(
+                    self._cluster.addresses, self._equipment.clients.operator
+                )
+            case FaultKind.ROLES:
+                await self._give_roles(fault.victim, FEWER_ROLES[self.done[fault.kind] % 2])
+                await asyncio.sleep(fault.amount)
+                await self._give_roles(fault.victim, ALL_ROLES)
 
     def _kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         pid = self._cluster.processes[name].pid
@@ -156,11 +172,17 @@ class Injector:
             os.kill(pid, signal.SIGCONT)
         self._stopped.discard(pid)
 
+    async def _give_roles(self, name: str, roles: Sequence[str]) -> None:
+        """Make a worker serve these roles, unless it is away: it starts with all of them."""
+        if (announced := self._cluster.processes[name].announcement) is not None:
+            with suppress(BatonError):
+                await set_roles(announced.address, roles, PLAIN_CHANNEL)
+
     def heal(self) -> None:
         for pid in self._stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
-        self._disk.empty()
-        for control in self._places.controls.values():
+        self._equipment.disk.empty()
+        for control in self._equipment.places.controls.values():
             control.reset()

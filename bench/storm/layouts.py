@@ -1,27 +1,49 @@
 """Layouts of a storm's cluster: the usual one, or one that a seed draws."""
 
 import random
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from router.request.priorities import EVERYBODY
+
 DRAIN = ("--drain-s", "2")
 PULLS = ("--pull-tokens", "64")
-DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1))  # stages, ranks
+DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2))  # stages, ranks
+# A third of the requests is by a client with these quotas, which clients retry until they refill.
+LIMITS = """
+[often]
+weight = 4
+concurrent_requests = 3
+
+[seldom]
+requests_per_minute = 60
+generated_tokens_per_minute = 3000
+
+[free]
+"""
 
 
 @dataclass(frozen=True)
 class StormLayout:
     """Pools and flags of a cluster.
 
-    `pools` are fields of `ClusterConfig`. With `has_disk` workers keep prefix caches on disk.
+    `pools` are fields of `ClusterConfig`. With `has_disk` workers keep prefix caches on disk. With
+    `limits`, a file of weights and quotas, there are the clients that it names.
     """
 
     pools: Mapping[str, Any]
     worker_flags: tuple[str, ...] = DRAIN
     router_flags: tuple[str, ...] = (*DRAIN, *PULLS)
     has_disk: bool = False
+    limits: str = ""
+    has_all_features: bool = False
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        return tuple(name for name in tomllib.loads(self.limits) if name != EVERYBODY)
 
     def flags_of_workers(self, folder: Path) -> tuple[str, ...]:
         """Return the flags of every worker; what they keep is in `folder`."""
@@ -45,10 +67,19 @@ def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> Storm
     dice = random.Random(seed)
     pools = _random_pools(dice, has_adapters=has_adapters)
     flags = _random_flags(dice, draft)
-    policy = dice.choice(("prefix_cache", "round_robin"))
+    policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
     has_disk = not has_data_ranks and dice.random() < 0.4
-    return StormLayout(pools, flags, (*DRAIN, *PULLS, "--policy", policy), has_disk=has_disk)
+    limits = LIMITS if dice.random() < 0.5 else ""
+    router_flags = _random_router_flags(dice, has_clients=limits != "")
+    return StormLayout(
+        pools,
+        flags,
+        (*DRAIN, *PULLS, "--policy", policy, *router_flags),
+        has_disk,
+        limits,
+        has_all_features=True,
+    )
 
 
 def _random_pools(dice: random.Random, *, has_adapters: bool) -> dict[str, int]:
@@ -65,6 +96,19 @@ def _random_pools(dice: random.Random, *, has_adapters: bool) -> dict[str, int]:
         if ranks > 1 and not has_adapters and dice.random() < 0.4:
             pools[f"{role}_dp_attention"] = ranks
     return pools
+
+
+def _random_router_flags(dice: random.Random, *, has_clients: bool) -> list[str]:
+    flags = []
+    if dice.random() < 0.3:
+        flags += ["--holdback", "1=0.8", "--holdback", "10=0.5"]
+    if dice.random() < 0.2:  # none is preempted
+        flags += ["--preempt-from", "101"]
+    if has_clients and dice.random() < 0.4:
+        flags += ["--salt-by-client"]
+    if dice.random() < 0.2:
+        flags += ["--max-waiting", "4"]
+    return flags
 
 
 def _random_flags(dice: random.Random, draft: Path | None) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ class FaultKind(StrEnum):
     DISK = "disk"  # all writes fail for a while, and a process is killed meanwhile
     CLOCK = "clock"  # the wall clock jumps
     ADAPTER = "adapter"  # an adapter gets another version, on all workers
+    ROLES = "roles"  # a worker of both roles serves one of them for a while
 
 
 STOP_S = (0.5, 8.0)  # a silent peer is detected after four
@@ -98,6 +99,11 @@ def _senders(processes: Sequence[str]) -> dict[FaultKind, Sequence[str]]:
         FaultKind.FRAME: [name for name in workers if "." in name],
         FaultKind.ITEM: [name for name in workers if name.startswith(("prefill", "worker"))],
         FaultKind.DISK: workers,
+        FaultKind.ROLES: [
+            name
+            for name in workers
+            if name.startswith("worker") and ("." not in name or name.endswith(".0"))
+        ],
     }
 
 
@@ -105,6 +111,7 @@ def _fault(at_s: float, kind: FaultKind, victims: Sequence[str], rng: random.Ran
     victim = rng.choice(victims)
     amounts = {
         FaultKind.STOP: rng.uniform(*STOP_S),
+        FaultKind.ROLES: rng.uniform(*STOP_S),
         FaultKind.DISK: DISK_S,
         FaultKind.CLOCK: rng.choice(CLOCK_JUMPS_S),
     }

@@ -15,10 +15,10 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.retry import Retry
-from baton.values import Query
 from bench.storm import leaks, truth
 from bench.storm.adapters import StormAdapters
-from bench.storm.faults import Injector, SmallDisk, StormPlaces
+from bench.storm.clients import StormClients
+from bench.storm.faults import Equipment, Injector, SmallDisk, StormPlaces
 from bench.storm.layouts import StormLayout
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
@@ -31,6 +31,7 @@ PATIENT = Retry(
     attempts=40, resumptions=40, lost=4, last_pause_s=1.0
 )  # as long as a deadline allows
 ENDED_S = 5.0  # for the processes of a stopped cluster to exit
+UNHEALTHY = "the pool is unhealthy"
 SETTINGS = (
     "[router]\nclient_stall_s = 5\n"  # so that stalled clients are disconnected within a storm
 )
@@ -54,20 +55,19 @@ class StormConfig:
     timeout_s: float = 30.0
     sink: Callable[[str, str], None] = lambda name, line: None
 
-    def cluster(
-        self, places: StormPlaces, settings: Path, adapters: StormAdapters | None
-    ) -> ClusterConfig:
+    def cluster(self, equipment: Equipment) -> ClusterConfig:
+        (settings := equipment.folder / "settings.toml").write_text(SETTINGS)
         return ClusterConfig(
             model=self.model,
             **self.layout.pools,
             routers=2,
             listen="127.0.0.1:0",
-            worker_flags=self.layout.flags_of_workers(settings.parent),
-            router_flags=self.layout.router_flags,
+            worker_flags=self.layout.flags_of_workers(equipment.folder),
+            router_flags=(*self.layout.router_flags, *equipment.clients.router_flags),
             config_file=settings,
-            adapters=None if adapters is None else adapters.folder,
+            adapters=None if equipment.adapters is None else equipment.adapters.folder,
             stop_grace_s=5,
-            places=places,
+            places=equipment.places,
         )
 
 
@@ -88,6 +88,7 @@ class Storm:
     settled_s: float = 0.0
     num_descriptors: int = 0
     num_processes: int = 0
+    num_unhealthy: int = 0  # log lines about broken invariants
 
     @property
     def counts(self) -> Counts:
@@ -108,9 +109,14 @@ class Storm:
     def num_leaked(self) -> int:
         """Return the number of leaks.
 
-        They are pages, slots, sessions, requests, missing workers, descriptors and processes.
+        They are pages, slots, sessions, requests, missing workers, descriptors and processes. A pool
+        with a broken invariant is one, too: it ends, and another process releases what it holds.
         """
-        return self.held.total + self.num_descriptors + self.num_processes
+        return self.held.total + self.num_descriptors + self.num_processes + self.num_unhealthy
+
+    def shown(self, line: str) -> None:
+        """Look at a line of a process's log."""
+        self.num_unhealthy += UNHEALTHY in line
 
 
 async def run_storm(config: StormConfig) -> Storm:
@@ -122,39 +128,48 @@ async def run_storm(config: StormConfig) -> Storm:
         SmallDisk(Path(name) / "disk") as disk,
     ):
         with _environment(**{leaks.MARK: mark}), _temporary_files_in(disk.folder):
-            (settings := Path(name) / "settings.toml").write_text(SETTINGS)
-            places = StormPlaces(Path(name))
-            adapters = (
-                None
-                if config.adapters is None
-                else StormAdapters(config.adapters, Path(name) / "adapters")
-            )
-            cluster = config.cluster(places, settings, adapters)
-            await _run(config, storm, cluster, places, disk, adapters)
+            await _run(config, storm, _equipment(config, Path(name), disk))
         storm.num_processes = await _left_running(mark)
     return storm
 
 
-async def _run(
-    config: StormConfig,
-    storm: Storm,
-    what: ClusterConfig,
-    places: StormPlaces,
-    disk: SmallDisk,
-    adapters: StormAdapters | None,
-) -> None:
+def _equipment(config: StormConfig, folder: Path, disk: SmallDisk) -> Equipment:
+    return Equipment(
+        folder,
+        StormPlaces(folder),
+        disk,
+        StormClients(config.layout.clients, config.layout.limits, folder / "clients"),
+        None if config.adapters is None else StormAdapters(config.adapters, folder / "adapters"),
+    )
+
+
+async def _run(config: StormConfig, storm: Storm, equipment: Equipment) -> None:
+    def sink(name: str, line: str) -> None:
+        storm.shown(line)
+        config.sink(name, line)
+
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(LocalCluster(what, sink=config.sink))
-        asker = await stack.enter_async_context(AsyncBatonClient(*cluster.addresses, retry=PATIENT))
+        cluster = await stack.enter_async_context(
+            LocalCluster(config.cluster(equipment), sink=sink)
+        )
+        askers = [
+            await stack.enter_async_context(
+                AsyncBatonClient(*cluster.addresses, security=security, retry=PATIENT)
+            )
+            for security in equipment.clients.clients
+        ]
         clients = [
-            await stack.enter_async_context(AsyncBatonClient(address))
+            await stack.enter_async_context(
+                AsyncBatonClient(address, security=equipment.clients.operator)
+            )
             for address in cluster.addresses
         ]
         questions = make_questions(
             await clients[0].model_info(),
             NUM_QUESTIONS,
             seed=config.seed,
-            adapters=() if adapters is None else adapters.names,
+            adapters=() if equipment.adapters is None else equipment.adapters.names,
+            has_all_features=config.layout.has_all_features,
         )
         warm_up = asyncio.gather(
             *(
@@ -163,18 +178,24 @@ async def _run(
                 for client in clients
             )
         )
-        storm.truths = await asyncio.to_thread(_truths, config.model, questions, adapters)
+        storm.truths = (
+            await truth.truths(config.model, questions)
+            if equipment.adapters is None
+            else await equipment.adapters.truths(config.model, questions)
+        )
         await warm_up
         before = leaks.descriptors(cluster)
-        storm.untried = frozenset() if disk.is_there else config.weather.kinds & {FaultKind.DISK}
+        storm.untried = (
+            frozenset() if equipment.disk.is_there else config.weather.kinds & {FaultKind.DISK}
+        )
         storm.faults = [
             fault
             for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)
             if fault.kind not in storm.untried
         ]
-        traffic = Traffic(asker, questions, config.timeout_s)
+        traffic = Traffic(askers, questions, config.timeout_s)
         storm.requests, storm.start_s = traffic.seen, time.monotonic()
-        injector = Injector(cluster, places, disk, adapters)
+        injector = Injector(cluster, equipment)
         planned = plan(
             config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed
         )
@@ -188,14 +209,6 @@ async def _run(
         storm.held = await leaks.settled(clients, SETTLE_S)
         storm.settled_s = time.monotonic() - storm.end_s
         storm.num_descriptors = leaks.grown(before, leaks.descriptors(cluster))
-
-
-def _truths(
-    model: Path, questions: Sequence[Query], adapters: StormAdapters | None
-) -> Sequence[Truth]:
-    if adapters is None:
-        return truth.truths(model, questions)
-    return adapters.truths(model, questions)
 
 
 async def _left_running(mark: str) -> int:

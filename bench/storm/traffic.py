@@ -10,8 +10,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-from baton.values import Chunk, Event, Finish, ModelInfo, Query, Sampling, Stop, StructuredOutput
+from baton.values import (
+    Chunk,
+    Completion,
+    Event,
+    Finish,
+    ModelInfo,
+    Query,
+    Sampling,
+    Stop,
+    StructuredOutput,
+)
+from baton.wire import completions_of
 from runtime.errors import BatonError
+from tests.support.cluster.queries import comparable, random_query
 
 HUNG_S = 10.0  # beyond its deadline; a request that takes longer counts as hung
 # more than the windows of a connection hold
@@ -69,21 +81,42 @@ class Seen:
     sent_s: float = 0.0
     ended_s: float | None = None
     message_s: list[float] = field(default_factory=list)
-    tokens: list[tuple[int, float]] = field(default_factory=list)
-    has_finished: bool = False
-    num_cached: int = 0  # tokens of its prompt
+    events: list[Event] = field(default_factory=list)
+    has_finished: bool = False  # all choices
     is_hung: bool = False
     error: str | None = None
     text: str = ""
 
+    @property
+    def response(self) -> tuple[Completion, ...]:
+        """Return the whole response, if it has finished."""
+        return tuple(map(comparable, completions_of(self.events)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that arrived, of all choices."""
+        return sum(len(event.token_ids) for event in self.events if isinstance(event, Chunk))
+
+    @property
+    def num_cached(self) -> int:
+        """Return the number of tokens of its prompt that were cached."""
+        finishes = [event for event in self.events if isinstance(event, Finish)]
+        return max([finish.usage.cached_tokens for finish in finishes], default=0)
+
 
 def make_questions(
-    info: ModelInfo, count: int, *, seed: int, adapters: Sequence[str] = ()
+    info: ModelInfo,
+    count: int,
+    *,
+    seed: int,
+    adapters: Sequence[str] = (),
+    has_all_features: bool = False,
 ) -> list[Query]:
     """Return prompts of random ordinary tokens, for the model and each adapter in turn.
 
     Every third prompt begins like the one before it. Every other one is sampled with penalties, the
-    rest is greedy. Every fifth is so little urgent that it pauses for others. All request logprobs.
+    rest is greedy; with `has_all_features` the seed draws what they ask for. Every fifth is so
+    little urgent that it pauses for others. All request logprobs.
     """
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
@@ -91,29 +124,39 @@ def make_questions(
     for index in range(count):
         begin = prompts[-1][: rng.randrange(len(prompts[-1]))] if index % 3 == 2 else ()
         prompts.append((*begin, *rng.choices(ordinary, k=rng.randint(8, 160))))
-    greedy = Sampling(temperature=0.0)
     models = ("", *(f":{name}" for name in adapters))
+    make = _any_question if has_all_features else _plain_question
     return [
-        Query(
-            prompt,
-            replace(
-                greedy,
-                temperature=0.9,
-                top_p=0.95,
-                top_k=50,
-                repetition_penalty=1.1,
-                seed=rng.randrange(2**63),
-            )
-            if index % 2
-            else greedy,
-            Stop(max_tokens=rng.randint(24, 72), ignore_eos=True),
-            num_top_logprobs=0,
-            skip_text=True,
+        replace(
+            make(rng, index, prompt),
             model=models[index % len(models)],
             priority=LITTLE_URGENT if index % 5 == 4 else 0,
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def _plain_question(rng: random.Random, index: int, prompt: Sequence[int]) -> Query:
+    greedy = Sampling(temperature=0.0)
+    sampled = Sampling(0.9, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=rng.randrange(2**63))
+    return Query(
+        tuple(prompt),
+        sampled if index % 2 else greedy,
+        Stop(max_tokens=rng.randint(24, 72), ignore_eos=True),
+        num_top_logprobs=0,
+        skip_text=True,
+    )
+
+
+def _any_question(rng: random.Random, index: int, prompt: Sequence[int]) -> Query:
+    drawn = random_query(rng, prompt, models=("",), max_tokens=rng.choice((2, 24, 72)))
+    return replace(
+        drawn,
+        num_top_logprobs=drawn.num_top_logprobs or 0,
+        cache_salt=rng.choice(("", "", "salt")),
+        prefix_cache=rng.choice((None, None, False)),
+        speculate=rng.choice((None, None, False)),
+    )
 
 
 def plan(
@@ -162,10 +205,15 @@ class Asker(Protocol):
 
 
 class Traffic:
-    """Sender of planned requests through `asker`, each with `timeout_s`; `seen` grows meanwhile."""
+    """Sender of planned requests, each with `timeout_s`; `seen` grows meanwhile.
 
-    def __init__(self, asker: Asker, questions: Sequence[Query], timeout_s: float) -> None:
-        self._asker = asker
+    The `askers` take turns.
+    """
+
+    def __init__(
+        self, askers: Sequence[Asker], questions: Sequence[Query], timeout_s: float
+    ) -> None:
+        self._askers = askers
         self._questions = questions
         self._timeout_s = timeout_s
         self.seen: list[Seen] = []
@@ -185,7 +233,8 @@ class Traffic:
         )
         try:
             async with asyncio.timeout(limit_s):
-                await self._read(seen, self._query(index, coming))
+                asker = self._askers[index % len(self._askers)]
+                await self._read(asker, seen, self._query(index, coming))
         except TimeoutError:
             seen.is_hung = coming.manner in (Manner.PATIENT, Manner.HOSTILE)
         except BatonError as error:
@@ -210,17 +259,11 @@ class Traffic:
                 )
         return query
 
-    async def _read(self, seen: Seen, query: Query) -> None:
-        async with aclosing(self._asker.generate(query, timeout_s=self._timeout_s)) as events:
+    async def _read(self, asker: Asker, seen: Seen, query: Query) -> None:
+        async with aclosing(asker.generate(query, timeout_s=self._timeout_s)) as events:
             async for event in events:
                 seen.message_s.append(time.monotonic())
-                if isinstance(event, Finish):
-                    seen.has_finished = True
-                    seen.num_cached = event.usage.cached_tokens
-                elif isinstance(event, Chunk):
-                    seen.tokens += [
-                        (token, logprobs.logprob)
-                        for token, logprobs in zip(event.token_ids, event.logprobs, strict=True)
-                    ]
+                seen.events.append(event)
                 if seen.coming.manner is Manner.UNREAD:
                     await asyncio.sleep(UNREAD_S + 1)  # the time limit ends the request
+        seen.has_finished = True

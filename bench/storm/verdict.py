@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from baton.values import Chunk, Completion, Event
 from bench.storm.schedule import StormFault
 from bench.storm.traffic import Manner, Seen
 
-ScoredTokens = Sequence[tuple[int, float]]  # token id, logprob as on the wire
-Truth = Sequence[ScoredTokens]  # the right responses of a question
+Truth = Sequence[tuple[Completion, ...]]  # the right responses of a question, with all choices
 
 # Errors that tell a client that its request was not served, and that it may retry.
 REFUSALS = frozenset({"UNAVAILABLE", "DRAINING", "OUT_OF_CAPACITY"})
@@ -34,22 +34,43 @@ class Fate(StrEnum):
 
 def fate(seen: Seen, truth: Truth) -> Fate:
     """Return the outcome of a patient client's request."""
-    if not begins_right(seen.tokens, truth):
+    if not begins_right(seen.events, truth):
         return Fate.WRONG
     if seen.is_hung:
         return Fate.HUNG
     if seen.has_finished:
-        return Fate.RIGHT if any(seen.tokens == list(right) for right in truth) else Fate.WRONG
+        return Fate.RIGHT if seen.response in truth else Fate.WRONG
     if seen.error == DAMAGE:
         return Fate.DAMAGED
     if len(truth) > 1 and REPLACED in seen.text:
         return Fate.REPLACED
-    return Fate.REFUSED if seen.error in REFUSALS and not seen.tokens else Fate.LOST
+    return Fate.REFUSED if seen.error in REFUSALS and not seen.num_tokens else Fate.LOST
 
 
-def begins_right(tokens: ScoredTokens, truth: Truth) -> bool:
-    """Return whether a right response begins with these tokens."""
-    return any(list(tokens) == list(right[: len(tokens)]) for right in truth)
+def begins_right(events: Sequence[Event], truth: Truth) -> bool:
+    """Return whether a right response begins with these events."""
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    return any(
+        all(
+            _begins(choice, [chunk for chunk in chunks if chunk.index == index])
+            for index, choice in enumerate(right)
+        )
+        for right in truth
+    )
+
+
+def _begins(choice: Completion, chunks: Sequence[Chunk]) -> bool:
+    token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+    logprobs = tuple(item for chunk in chunks for item in chunk.logprobs)
+    scores = tuple(
+        item for chunk in chunks if chunk.prompt_logprobs for item in chunk.prompt_logprobs.logprobs
+    )
+    return (
+        token_ids == choice.token_ids[: len(token_ids)]
+        and logprobs == choice.logprobs[: len(logprobs)]
+        and scores == choice.prompt_logprobs[: len(scores)]
+        and choice.text.startswith("".join(chunk.text for chunk in chunks))
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,7 @@ class Counts:
         fates = Counter(became for _, became in patient)
         wrong = sum(
             seen.coming.manner is Manner.ABORTING
-            and not begins_right(seen.tokens, truths[seen.coming.question])
+            and not begins_right(seen.events, truths[seen.coming.question])
             for seen in requests
         )
         hostile = [seen for seen in requests if seen.coming.manner is Manner.HOSTILE]
@@ -86,7 +107,7 @@ class Counts:
             fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
             sum(became is Fate.RIGHT and seen.num_cached > 0 for seen, became in patient),
             sum(
-                became is Fate.RIGHT and seen.tokens != list(truths[seen.coming.question][0])
+                became is Fate.RIGHT and seen.response != truths[seen.coming.question][0]
                 for seen, became in patient
             ),
             Counter(seen.error or "finished" for seen in hostile),

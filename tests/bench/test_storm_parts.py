@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +11,20 @@ from unittest.mock import patch
 import pytest
 
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.values import ClusterStatus, WorkerStatus
+from baton.values import (
+    Chunk,
+    ClusterStatus,
+    Completion,
+    Event,
+    Finish,
+    FinishReason,
+    PromptLogprobs,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    WorkerStatus,
+)
+from baton.wire import completion_of
 from bench.partition.grid import Edge, Way
 from bench.storm import child, leaks
 from bench.storm.control import Control
@@ -18,8 +32,18 @@ from bench.storm.layouts import random_layout
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Manner, PlannedRequest, Seen, Shares, plan
 from bench.storm.verdict import Counts, Fate, Pace, fate, recoveries
+from tests.support.cluster.queries import comparable
 
-PROCESSES = ("decode-0.0", "decode-0.1", "prefill-0", "prefill-1", "router", "router-1")
+PROCESSES = (
+    "decode-0.0",
+    "decode-0.1",
+    "prefill-0",
+    "prefill-1",
+    "router",
+    "router-1",
+    "worker-0.0",
+    "worker-0.1",
+)
 
 
 def test_the_same_seed_gives_the_same_storm_and_no_process_is_spared() -> None:
@@ -35,8 +59,11 @@ def test_the_same_seed_gives_the_same_storm_and_no_process_is_spared() -> None:
     assert all(weather.calm_s <= fault.at_s <= weather.seconds - weather.calm_s for fault in faults)
     assert all("." in fault.victim for fault in faults if fault.kind is FaultKind.FRAME)
     assert all(
-        fault.victim.startswith("prefill") for fault in faults if fault.kind is FaultKind.ITEM
+        fault.victim.startswith(("prefill", "worker"))
+        for fault in faults
+        if fault.kind is FaultKind.ITEM
     )
+    assert {fault.victim for fault in faults if fault.kind is FaultKind.ROLES} == {"worker-0.0"}
 
 
 def test_only_the_requested_kinds_of_fault_happen() -> None:
@@ -51,22 +78,28 @@ def test_only_the_requested_kinds_of_fault_happen() -> None:
 def test_a_fault_that_no_process_can_have_does_not_happen() -> None:
     pools_of_one_process = ("decode-0", "router", "router-1")
     faults = forecast(Weather(60.0, frozenset(FaultKind)), pools_of_one_process, seed=0)
-    assert {fault.kind for fault in faults} == set(FaultKind) - {FaultKind.FRAME, FaultKind.ITEM}
+    assert {fault.kind for fault in faults} == set(FaultKind) - {
+        FaultKind.FRAME,
+        FaultKind.ITEM,
+        FaultKind.ROLES,
+    }
 
 
 def test_random_layouts_are_clusters_that_can_start() -> None:
-    drafts = set[str]()
+    drafts, clients = set[str](), set[tuple[str, ...]]()
     for seed in range(300):
         layout = random_layout(seed, Path("draft"), has_adapters=seed % 2 == 0)
         assert layout == random_layout(seed, Path("draft"), has_adapters=seed % 2 == 0)
         config = ClusterConfig(model=demo_model(), **layout.pools)
         assert sum(config.counts.values()) in (3, 4)
+        clients.add(layout.clients)
         flags = layout.flags_of_workers(Path("folder"))
         drafts |= {flags[place + 1] for place, flag in enumerate(flags) if flag == "--draft"}
         if any(shape.num_data_ranks > 1 for shape in config.shapes):
             assert seed % 2, "adapters need whole ranks"
             assert "--disk-cache" not in flags
     assert drafts == {"draft", "suffix"}
+    assert clients == {(), ("often", "seldom", "free")}
 
 
 def test_clients_behave_in_the_requested_shares() -> None:
@@ -123,8 +156,28 @@ def test_a_shifted_clock_is_the_wall_clock_of_all_but_grpc(tmp_path: Path, clock
     assert abs(now() - true_time()) < 60
 
 
-RESPONSE = [(7, -0.5), (8, -0.25), (9, -1.0)]
-OTHER_RESPONSE = [(7, -0.5), (6, -0.5)]  # of another version of an adapter
+TOKENS = [(7, -0.5), (8, -0.25), (9, -1.0)]
+OTHER_TOKENS = [(7, -0.5), (6, -0.5)]  # of another version of an adapter
+
+
+def events(tokens: list[tuple[int, float]], *, index: int = 0, cached: int = 0) -> list[Event]:
+    """Return a chunk for each token, and a finish."""
+    usage = Usage(2, len(tokens), cached)
+    chunks = [
+        Chunk(
+            f"{cached}", (token,), f"<{token}>", (TokenLogprobs(logprob, ()),), usage, index=index
+        )
+        for token, logprob in tokens
+    ]
+    finish = Finish(f"{cached}", FinishReason.LENGTH, None, None, usage, Timings(), index)
+    return [*chunks, finish]
+
+
+def whole(*choices: list[Event]) -> tuple[Completion, ...]:
+    return tuple(comparable(completion_of(choice)) for choice in choices)
+
+
+RESPONSE, OTHER_RESPONSE = whole(events(TOKENS)), whole(events(OTHER_TOKENS))
 
 
 def request(
@@ -142,7 +195,7 @@ def request(
         sent_s,
         ended_s,
         list(message_s),
-        RESPONSE[:num_tokens],
+        events(TOKENS[:num_tokens])[: None if error is None and not is_hung else -1],
         has_finished=error is None and not is_hung,
         is_hung=is_hung,
         error=error,
@@ -164,26 +217,44 @@ def request(
 )
 def test_the_fate_of_a_request(seen: Seen, wanted: Fate) -> None:
     assert fate(seen, [RESPONSE]) is wanted
-    if seen.tokens:
-        seen.tokens[-1] = (seen.tokens[-1][0], -0.75)  # the token is right, its logprob is not
-        assert fate(seen, [RESPONSE]) is Fate.WRONG
+    for change in (
+        {"logprobs": (TokenLogprobs(-0.75, ()),)},
+        {"text": "?"},
+        {"prompt_logprobs": PromptLogprobs(1, (5,), (TokenLogprobs(-0.5, ()),))},
+    ):
+        if seen.num_tokens:
+            chunk = seen.events[0]
+            assert isinstance(chunk, Chunk)
+            other = replace(seen, events=[replace(chunk, **change), *seen.events[1:]])
+            assert fate(other, [RESPONSE]) is Fate.WRONG, "its token is right, but not the rest"
+
+
+def test_every_choice_of_a_response_must_be_right() -> None:
+    right = whole(events(TOKENS), events(OTHER_TOKENS, index=1))
+    seen = request()
+    seen.events = [*events(OTHER_TOKENS, index=1), *events(TOKENS)]
+    assert fate(seen, [right]) is Fate.RIGHT
+    seen.events = [*events(TOKENS), *events(TOKENS, index=1)]
+    assert fate(seen, [right]) is Fate.WRONG
+    seen.events = [*events(TOKENS)]
+    assert fate(seen, [right]) is Fate.WRONG, "a choice is missing"
 
 
 @pytest.mark.parametrize(
     ("tokens", "wanted"),
     [
-        (RESPONSE, Fate.RIGHT),
-        (OTHER_RESPONSE, Fate.RIGHT),
-        (OTHER_RESPONSE[:1], Fate.WRONG),
-        ([*OTHER_RESPONSE, RESPONSE[2]], Fate.WRONG),
-        ([RESPONSE[0], OTHER_RESPONSE[1], RESPONSE[2]], Fate.WRONG),
+        (TOKENS, Fate.RIGHT),
+        (OTHER_TOKENS, Fate.RIGHT),
+        (OTHER_TOKENS[:1], Fate.WRONG),
+        ([*OTHER_TOKENS, TOKENS[2]], Fate.WRONG),
+        ([TOKENS[0], OTHER_TOKENS[1], TOKENS[2]], Fate.WRONG),
     ],
 )
 def test_a_response_is_of_one_version_of_an_adapter(
     tokens: list[tuple[int, float]], wanted: Fate
 ) -> None:
     seen = request()
-    seen.tokens = tokens
+    seen.events = events(tokens)
     assert fate(seen, [RESPONSE, OTHER_RESPONSE]) is wanted
 
 
@@ -199,12 +270,12 @@ def test_output_of_an_aborting_client_counts_only_if_wrong() -> None:
         request(manner=Manner.ABORTING, num_tokens=1),
         request(manner=Manner.ABORTING, num_tokens=1),
     )
-    bad.tokens = [(5, -0.5)]
+    bad.events = events([(5, -0.5)])
     hostile = request(manner=Manner.HOSTILE, num_tokens=0, error="INVALID_REQUEST")
     right = request()
-    right.num_cached = 16
+    right.events = events(TOKENS, cached=16)
     changed = request(num_tokens=2)
-    changed.tokens = list(OTHER_RESPONSE)
+    changed.events = events(OTHER_TOKENS)
     counts = Counts.of(
         [good, bad, hostile, right, changed, request(num_tokens=0, error="DEADLINE_EXCEEDED")],
         [[RESPONSE, OTHER_RESPONSE]],
