@@ -154,8 +154,7 @@ def _prompts_here(parts: DecodeParts, source: SourceTerms) -> PromptReader | Non
     """
     if parts.prompts_of is None:
         return None
-    here = {stage.incarnation for stage in parts.leader.group.endpoints(0)}
-    if here.isdisjoint(stage.incarnation for stage in source.stages):
+    if not parts.leader.group.includes(source.stages):
         return None
     prompts = parts.prompts_of(source.request_key)
     if prompts is None:

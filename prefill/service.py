@@ -310,7 +310,6 @@ class PrefillHandler:
         except BatonError as error:
             self._parts.meters.handshake_failed(error)
             raise
-        self._destination = destination
         session = SendSession(
             destination.session_id,
             epoch=destination.epoch,
@@ -319,13 +318,6 @@ class PrefillHandler:
         )
         if self._has_first_token:
             session.computed()
-        self._session, self._opened_s = session, time.monotonic()
-        self._sending = begin(
-            "baton.transfer.send",
-            request_id=self._request.request_id,
-            session_id=destination.session_id,
-            epoch=destination.epoch,
-        )
         self._parts.leader.group.open_send(
             self._key,
             self._source,
@@ -333,6 +325,14 @@ class PrefillHandler:
             session,
             self._inbox.session_changed,
             self._data_rank,
+        )
+        self._destination, self._session = destination, session
+        self._opened_s = time.monotonic()
+        self._sending = begin(
+            "baton.transfer.send",
+            request_id=self._request.request_id,
+            session_id=destination.session_id,
+            epoch=destination.epoch,
         )
 
 

@@ -6,7 +6,7 @@ to the session (`pool.pipeline.session_reports`).
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.layer_range import Placement
 from pool.disk.stage_blocks import BlockMove, StageBlocks
@@ -103,6 +103,12 @@ class StageGroup:
             )
         every = (self._agent.endpoint, *(link.endpoint for link in self._links))
         return tuple(every[rank] for rank in self._members[data_rank])
+
+    def includes(self, stages: Iterable[StageEndpoint]) -> bool:
+        """Return whether one of these stages is a process of this pool, of any data rank."""
+        joined = (self._agent.endpoint, *(link.endpoint for link in self._links))
+        here = {process.incarnation for process in joined}
+        return any(stage.incarnation in here for stage in stages)
 
     @property
     def open_sessions(self) -> int:
@@ -253,6 +259,9 @@ class StageGroup:
 
         This closes an older epoch. `on_change` is called after each report, on the event loop's
         thread.
+
+        Raises:
+            InvalidRequestError: the session is open already.
         """
         self._reports.forget_older(session)
         self._reports.watch(session, on_change, self._members[data_rank])
@@ -269,6 +278,11 @@ class StageGroup:
         on_change: Callable[[], object],
         data_rank: int = 0,
     ) -> None:
+        """Send what every stage of the data rank computes for a request.
+
+        Raises:
+            InvalidRequestError: the session is open already.
+        """
         self._reports.watch(session, on_change, self._members[data_rank])
         self._send_open(request_key, source, destination, data_rank)
         if 0 in self._members[data_rank]:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.errors import HandoffError, PeerLostError
+from runtime.errors import FieldViolation, HandoffError, InvalidRequestError, PeerLostError
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession
 from transfer.session_states import ReceiveState, SendState
@@ -89,8 +89,20 @@ class SessionReports:
 
         `on_change` is called after each report. `members` are the processes that take part, if not
         all.
+
+        Raises:
+            InvalidRequestError: the epoch is watched already, or an epoch of the other direction is.
         """
-        self._watched[session.session_id, session.epoch] = _OpenSession(session, on_change, members)
+        key = session.session_id, session.epoch
+        if any(
+            name == session.session_id
+            and (epoch == session.epoch or type(other.session) is not type(session))
+            for (name, epoch), other in self._watched.items()
+        ):
+            raise InvalidRequestError(
+                FieldViolation("destination.session_id", "is that of an open session")
+            )
+        self._watched[key] = _OpenSession(session, on_change, members)
 
     def drained(self, session: TransferSession) -> asyncio.Event:
         """Return an event that is set when every stage has drained the session's current epoch."""

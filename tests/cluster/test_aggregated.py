@@ -83,6 +83,29 @@ async def test_one_worker_of_both_roles_gives_the_same_bits(
         await running.until_clean()
 
 
+async def test_a_prompt_stays_in_its_data_rank_of_a_worker(
+    checkpoint: Path, reference: Reference
+) -> None:
+    """Prompts with scores are prefilled for a decode pool, and this one is where they are already."""
+    expected = on_the_wire(reference.answers(QUESTIONS))
+    async with running_cluster(
+        checkpoint, prefill=0, decode=0, worker=1, worker_tp=2, worker_dp_attention=2
+    ) as running:
+        answers = await asyncio.gather(
+            *(
+                running.client.complete(
+                    replace(as_query(question), num_prompt_logprobs=1), timeout_s=60
+                )
+                for question in QUESTIONS
+            )
+        )
+        assert [shown(each) for each in answers] == expected
+        assert await local_prefills(running, "worker-0.0", "in_place") == len(QUESTIONS)
+        status = await running.client.cluster_status()
+        assert all(len(worker.data_ranks) == 2 for worker in status.workers)
+        await running.until_clean()
+
+
 @pytest.mark.parametrize("speculation", ["", "draft"])
 async def test_pools_of_one_and_of_both_roles_serve_together(
     checkpoint: Path, draft: Path, reference: Reference, speculation: str

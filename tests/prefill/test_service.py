@@ -43,6 +43,7 @@ from runtime.errors import (
     DeadlineError,
     HandoffError,
     IncompatiblePeerError,
+    InvalidRequestError,
     PeerLostError,
     UnavailableError,
 )
@@ -223,6 +224,20 @@ async def test_a_pool_that_does_not_decode_keeps_no_prompt_in_place() -> None:
         stream.send(pb.PrefillInput(destination=destination))
         with pytest.raises(IncompatiblePeerError, match="in_place: this pool does not decode"):
             await stream.ended()
+
+
+async def test_a_request_cannot_have_the_session_of_another_one() -> None:
+    async with sending_pool() as pools:
+        first, destination = await to_first_token(pools)
+        first.send(pb.PrefillInput(destination=destination))
+        second, own = await to_first_token(pools)
+        own.session_id = destination.session_id
+        second.send(pb.PrefillInput(destination=own))
+        with pytest.raises(InvalidRequestError, match="session_id: is that of an open session"):
+            await second.ended()
+        assert pools.group.open_sessions == 1
+        assert first.events.empty(), "the first one goes on"
+        assert pools.complaints == []
 
 
 OPEN, COMPLETE, DRAINED = (
