@@ -1,7 +1,7 @@
 """Random clusters and conversations: every response has the bits of one process.
 
-A seed draws the model, the pools and their divisions, drafts, adapters, caches and the router's
-policy. Each conversation has three turns, so that later ones find state in one tier or another, and
+A seed draws the model, the pools and their divisions, drafts, adapters, caches, limits and the
+router's policy. Each conversation has three turns, so that later ones find state in one tier or another, and
 some requests are aborted and asked again.
 """
 
@@ -33,6 +33,7 @@ WINDOWS = ("gemma3", "gemma4", "gpt_oss")
 DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # stages, ranks
 NUM_TURNS = 3
 NUM_CONVERSATIONS = 4
+MAX_TOKENS = 450  # of a conversation, about
 FEW = tuple((token, 100.0) for token in (5, 6, 7))  # responses of these tokens repeat themselves
 
 
@@ -84,7 +85,41 @@ def drawn(dice: random.Random, folder: Path) -> Drawn:
         found.adapters = ("", "first", "second")
         found.settings["adapters"] = folder / "adapters"
     _draw_drafts(dice, found, folder, page_size)
+    _draw_limits(dice, found, page_size)
+    for role in roles:
+        found.layout[role] = {**found.layout.get(role, {}), **_drawn_pool(dice, found, role)}
     return found
+
+
+def _draw_limits(dice: random.Random, found: Drawn, page_size: int) -> None:
+    """Draw how much there may be at a time, and what is kept."""
+    if dice.random() < 0.3:  # two conversations fit, so that others are preempted
+        found.settings["num_pages"] = 2 * (MAX_TOKENS // page_size) + 4
+    if dice.random() < 0.3:
+        found.settings["max_landing"] = dice.choice((1, 2))
+    if dice.random() < 0.2:
+        found.settings["prefix_snapshots"] = dice.choice((1, 3))
+    for cache in ("prefix_cache", "decode_cache"):
+        if dice.random() < 0.15:
+            found.settings[cache] = False
+
+
+def _drawn_pool(dice: random.Random, found: Drawn, role: str) -> dict[str, Any]:
+    """Draw the data ranks of a pool, and what it computes at the same time."""
+    stages, ranks = (found.layout[f"{role}_{way}"] for way in ("pp", "tp"))
+    has_data_ranks = (
+        ranks > 1
+        and not {"adapters", "disk_cache"} & found.settings.keys()
+        and "other_prefill" not in found.layout
+        and dice.random() < 0.5
+    )
+    if has_data_ranks:
+        return {"dp_attention": ranks}
+    if ranks > 1 and "adapters" not in found.settings and "other_prefill" not in found.layout:
+        return {"overlap_tokens": dice.choice((0, 2, 40))}
+    if role == "decode" and stages == ranks == 1 and found.settings.get("draft") in (None, SUFFIX):
+        return {"overlap_steps": dice.random() < 0.5}
+    return {}
 
 
 def _draw_drafts(dice: random.Random, found: Drawn, folder: Path, page_size: int) -> None:
