@@ -176,9 +176,13 @@ class DecodeHandler:
 
         Raises:
             IncompatiblePeerError: the source offers other tokens, or its terms fit no handoff.
-            HandoffError: a stage did not post its receives in time.
+            HandoffError: a stage did not post its receives in time, or the source that replaces
+                another one is this pool. A session has one direction in a pool, so the request must
+                start over to take the prompt over in place.
         """
         parts, session = self._parts, self._session
+        if parts.leader.group.includes(source.stages):
+            raise HandoffError("the new source of the prompt is this pool itself")
         check_compatible(
             parts.leader.compatibility, source.compatibility, source.compatibility_text
         )

@@ -141,7 +141,8 @@ class WorkerPlacement:
         """Book a prefill worker for a request that lost its own and has its place in `pool`.
 
         The request goes before those in admission. A worker in `tried` is booked only if no other
-        is left.
+        is left. Neither is the pool's own worker, if it serves both roles: the pool then gives its
+        place up, because a prompt is not handed over within a worker.
         """
         sources = self._fitting(WorkerRole.PREFILL, request.of_kind(pool.compatibility))
         fitting = [
@@ -151,7 +152,8 @@ class WorkerPlacement:
             for worker in group.sources
             if worker.has_queue_place
         ]
-        others = [worker for worker in fitting if worker.address not in tried]
+        last = tried | {pool.worker.address}
+        others = [worker for worker in fitting if worker.address not in last]
         chosen = self._choose(others or fitting, request.prompt)
         return None if chosen is None else self._book(chosen, request)
 

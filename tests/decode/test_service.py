@@ -321,6 +321,16 @@ async def test_a_new_source_that_is_refused_leaves_the_old_epoch_to_drain(
     await assert_gone(pools, session_id)
 
 
+async def test_a_pool_does_not_hand_a_prompt_over_to_itself(pools: Arrivals) -> None:
+    """Its own prefills take over in place, but only from the start of a request."""
+    stream, session_id = await to_landed(pools)
+    own = tuple(stage.agent.endpoint for stage in pools.dest.stages)
+    stream.send(new_source(replace(pools.terms, stages=own)))
+    with pytest.raises(HandoffError, match="the new source of the prompt is this pool itself"):
+        await stream.ended()
+    await assert_gone(pools, session_id)
+
+
 async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Arrivals) -> None:
     stream, session_id = await to_landed(pools)
     stream.send(first_token(tiny(HYBRID).facts.vocab_size))

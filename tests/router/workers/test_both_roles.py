@@ -135,6 +135,20 @@ async def test_a_slow_handoff_is_avoided() -> None:
     assert fleet.count("aggregated", "handoff") == 1
 
 
+async def test_a_lost_source_is_replaced_on_another_worker_if_there_is_one() -> None:
+    """A prompt is not handed over within a worker: that request would have to start over."""
+    fleet, request = Fleet(), PlacementRequest(RoutedPrompt((1,) * 100))
+    fleet.load(BOTH[1], WorkerRole.PREFILL, queued_tokens=10_000)
+    (pool,) = (
+        worker
+        for worker in fleet.directory.workers
+        if (worker.address, worker.role) == (BOTH[0], WorkerRole.DECODE)
+    )
+    found = fleet.directory.placement.book_prefill(request, pool.book(1), frozenset())
+    assert found is not None
+    assert found.worker.address == BOTH[1], "although the other one is idle"
+
+
 async def test_a_worker_that_does_not_decode_now_hands_the_prompt_over() -> None:
     fleet = Fleet(decode=("127.0.0.1:3",))
     for worker in fleet.directory.workers:

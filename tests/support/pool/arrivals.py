@@ -5,7 +5,7 @@ Nothing computes: tests check what the scheduler would run, and which memory is 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -97,6 +97,10 @@ class _Group:
     def endpoints(self, data_rank: int = 0) -> tuple[StageEndpoint, ...]:
         assert self.pool is not None
         return tuple(stage.agent.endpoint for stage in self.pool.stages)
+
+    def includes(self, stages: Iterable[StageEndpoint]) -> bool:
+        here = {stage.incarnation for stage in self.endpoints()}
+        return any(stage.incarnation in here for stage in stages)
 
     def open_receive(
         self,
