@@ -25,6 +25,7 @@ from bench.storm.verdict import Fate, fate
 from runtime.errors import BatonError
 
 ABORTS = "aborts"
+DEMO_DRAFT = demo_model().with_name("draft")
 CLIENTS = (ABORTS, "unread", "hostile")
 KINDS = (*FaultKind, *CLIENTS)
 
@@ -120,10 +121,11 @@ def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
         0.02 if "unread" in kinds else 0.0,
         0.02 if "hostile" in kinds else 0.0,
     )
+    draft = flags.draft or (DEMO_DRAFT if flags.model == demo_model() else None)
     layout = (
-        random_layout(flags.seed, flags.draft, has_adapters=flags.adapters is not None)
+        random_layout(flags.seed, draft, has_adapters=flags.adapters is not None)
         if flags.random_layout
-        else usual_layout(flags.seed, flags.draft)
+        else usual_layout(flags.seed, draft)
     )
     return StormConfig(
         weather,
@@ -161,7 +163,9 @@ def main() -> int:
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )
     parser.add_argument(
-        "--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory"
+        "--draft",
+        type=Path,
+        help="draft model directory; default: the demo model's, if it is served",
     )
     parser.add_argument(
         "--random-layout", action="store_true", help="draw pools, divisions and settings"

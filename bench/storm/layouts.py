@@ -118,8 +118,16 @@ def _random_flags(dice: random.Random, draft: Path | None) -> tuple[str, ...]:
         flags += ["--draft", str(draft)]
     elif drafting == "text":
         flags += ["--draft", "suffix"]
+    page_size = dice.choice((16, 64))
+    flags += ["--page-size", str(page_size)]
     if dice.random() < 0.3:  # so that requests are preempted
-        flags += ["--num-pages", "16", "--max-running", "6"]
+        flags += ["--num-pages", str(1024 // page_size), "--max-running", "6"]
     if dice.random() < 0.3:
         flags += ["--chunk-tokens", "64"]
+    if dice.random() < 0.2:
+        flags += ["--max-landing", "2"]
+    if dice.random() < 0.2:
+        flags += ["--local-rest-tokens", "64"]
+    if dice.random() < 0.15:
+        flags += [dice.choice(("--no-prefix-cache", "--no-decode-cache"))]
     return tuple(flags)
