@@ -202,9 +202,9 @@ class AnswerSoFar:
     def query(self) -> Query:
         """Return the query of the next attempt; text that was held back is sent again."""
         self._held.clear()
-        if not any(self._token_ids.values()):
+        if not any(self._token_ids.values()) and not self._generated_by:
             return self._query
-        most = max(self._token_ids)
+        most = max({*self._token_ids, *self._generated_by})
         return replace(
             self._query,
             resumed=tuple(tuple(self._token_ids.get(index, ())) for index in range(most + 1)),
@@ -222,21 +222,28 @@ class AnswerSoFar:
             self._finished.add(index)
             return [*self._held.pop(index, []), event]
         if event.prompt_logprobs is not None:
-            return self._unseen(event, event.prompt_logprobs)
+            return self._unseen(self._named(event), event.prompt_logprobs)
         if not event.token_ids:
             self._held.setdefault(index, []).append(
                 event
             )  # until its finish arrives: see GenerateRequest.resumed
             return []
+        is_first = not self._token_ids.get(index)
         self._token_ids.setdefault(index, []).extend(event.token_ids)
+        return [self._named(event, is_first=is_first)]
+
+    def _named(self, event: Chunk, *, is_first: bool = False) -> Chunk:
+        """Return the event with the workers' name only if it is news or in the first tokens.
+
+        The workers of another router are compatible, under a name of their own.
+        """
         if not event.compatibility:
-            return [event]
-        if self._generated_by.get(
-            index
-        ):  # named before; another router names its own workers, which are compatible
-            return [replace(event, compatibility="")]
-        self._generated_by[index] = event.compatibility
-        return [event]
+            return event
+        is_new = not self._generated_by.get(event.index)
+        if is_new:
+            self._generated_by[event.index] = event.compatibility
+        named = self._generated_by[event.index] if is_new or is_first else ""
+        return replace(event, compatibility=named)
 
     def _unseen(self, event: Chunk, scores: PromptLogprobs) -> list[Event]:
         skipped = max(0, self._num_scored - scores.first_position)

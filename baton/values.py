@@ -180,7 +180,7 @@ class Chunk:
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     index: int = 0  # of the choice
-    compatibility: str = ""  # of the workers that generate; set in the first chunk with tokens
+    compatibility: str = ""  # of the workers; set in the first chunks with scores and with tokens
 
 
 @dataclass(frozen=True)

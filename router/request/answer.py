@@ -157,8 +157,9 @@ class Answer:
         self._output = output
         self._responses = responses
         self.timeline = timeline
-        self.sampled_by = ""  # identity of workers and prompt, sent with the first tokens
-        self._is_named = False
+        # Identity of workers and prompt, sent with the first scores and with the first tokens.
+        self.sampled_by = ""
+        self._named_with = set[str]()
         self.has_ended = False
 
     def cached(
@@ -191,9 +192,8 @@ class Answer:
         response = self._output.add(tokens)
         chunk = response.chunk
         self.timeline.tokens(len(chunk.token_ids))
-        if not self._is_named and chunk.token_ids:
-            chunk.compatibility = self.sampled_by
-            self._is_named = True
+        if chunk.token_ids:
+            self._name(chunk, "tokens")
         self._send(response)
 
     @property
@@ -217,7 +217,14 @@ class Answer:
         """
         if unseen := self._output.unseen(scores):
             chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
+            self._name(chunk, "scores")
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
+
+    def _name(self, chunk: generation_pb2.GenerateChunk, kind: str) -> None:
+        """Name the workers in the first chunk of a kind."""
+        if kind not in self._named_with:
+            self._named_with.add(kind)
+            chunk.compatibility = self.sampled_by
 
     def rest(self) -> None:
         """Send the text held back, now that no token follows."""

@@ -95,3 +95,17 @@ def test_the_next_attempt_names_the_workers_of_earlier_tokens() -> None:
         replace(first, compatibility="other")
     )  # a later attempt's: it fits, or it had been refused
     assert answer.query().resumed_from == ("", "new")
+
+
+def test_the_next_attempt_names_the_workers_of_earlier_scores() -> None:
+    """Otherwise scores of one version of a model could come with tokens of another one."""
+    answer = AnswerSoFar(Query("x", n=2), lambda: 7)
+    named = replace(chunk(scores=scores(1, 3)), compatibility="new")
+    assert answer.news(named) == [named]
+    assert (answer.query().resumed, answer.query().resumed_from) == (((),), ("new",))
+    again = replace(chunk(scores=scores(1, 4)), compatibility="new, elsewhere")
+    assert answer.news(again) == [chunk(scores=scores(4, 1))], "the workers are named once"
+    first = replace(chunk(5), compatibility="new, elsewhere")
+    assert answer.news(first) == [replace(first, compatibility="new")], "and with the first token"
+    assert answer.news(first) == [chunk(5)]
+    assert (answer.query().resumed, answer.query().resumed_from) == (((5, 5),), ("new",))

@@ -111,13 +111,20 @@ async def test_changes_lose_no_request_and_change_no_bit(
         assert min(await asyncio.gather(*streams)) > 0
 
 
-async def test_a_response_resumes_with_the_version_that_it_began_with(tmp_path: Path) -> None:
-    """Its first router is gone; the next one knows the adapter's new version, and then none."""
+@pytest.mark.parametrize("num_tokens", [4, 0])
+async def test_a_response_resumes_with_the_version_that_it_began_with(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    """Its first router is gone; the next one knows the adapter's new version, and then none.
+
+    Without a token, the client has prompt logprobs of the old version.
+    """
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     for seed, version in enumerate(("old", "new")):
         write_adapter(tmp_path / version / "a", model, seed=seed)
     shutil.copytree(tmp_path / "old", tmp_path / "adapters")
     query = as_query(replace(QUESTIONS[0], adapter="a", max_tokens=10))
+    query = replace(query, num_prompt_logprobs=None if num_tokens else 0)
     async with cluster_in_process(
         model, adapters=tmp_path / "adapters", decode_pp=2, retry=NO_RETRY
     ) as client:
@@ -126,12 +133,16 @@ async def test_a_response_resumes_with_the_version_that_it_began_with(tmp_path: 
             async for event in events:
                 if isinstance(event, Chunk) and event.compatibility:
                     began_with = event.compatibility
+                    assert bool(event.token_ids) is bool(num_tokens)
                     break
-        resumed = replace(query, resumed=(whole.token_ids[:4],), resumed_from=(began_with,))
+        resumed = replace(
+            query, resumed=(whole.token_ids[:num_tokens],), resumed_from=(began_with,)
+        )
 
         async def resumes() -> None:
             rest = await client.complete(resumed, timeout_s=60)
-            assert shown(rest) == shown(whole)[4:]
+            assert shown(rest) == shown(whole)[num_tokens:]
+            assert rest.prompt_logprobs == whole.prompt_logprobs
 
         await resumes()
         write_adapter(tmp_path / "adapters" / "a", model, seed=1)
