@@ -66,7 +66,7 @@ def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> Storm
     """Draw roles, divisions, drafts, caches, limits and policy."""
     dice = random.Random(seed)
     pools = _random_pools(dice, has_adapters=has_adapters)
-    flags = _random_flags(dice, draft)
+    flags = _random_flags(dice, draft, has_both_roles="worker" in pools)
     policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
     has_disk = not has_data_ranks and dice.random() < 0.4
@@ -111,7 +111,9 @@ def _random_router_flags(dice: random.Random, *, has_clients: bool) -> list[str]
     return flags
 
 
-def _random_flags(dice: random.Random, draft: Path | None) -> tuple[str, ...]:
+def _random_flags(
+    dice: random.Random, draft: Path | None, *, has_both_roles: bool
+) -> tuple[str, ...]:
     flags = [*DRAIN]
     drafting = dice.choice(("none", "model", "model", "text"))
     if drafting == "model" and draft is not None:
@@ -126,7 +128,7 @@ def _random_flags(dice: random.Random, draft: Path | None) -> tuple[str, ...]:
         flags += ["--chunk-tokens", "64"]
     if dice.random() < 0.2:
         flags += ["--max-landing", "2"]
-    if dice.random() < 0.2:
+    if not has_both_roles and dice.random() < 0.3:
         flags += ["--local-rest-tokens", "64"]
     if dice.random() < 0.15:
         flags += [dice.choice(("--no-prefix-cache", "--no-decode-cache"))]

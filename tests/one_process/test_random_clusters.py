@@ -117,7 +117,7 @@ def _drawn_pool(dice: random.Random, found: Drawn, role: str) -> dict[str, Any]:
         return {"dp_attention": ranks}
     if ranks > 1 and "adapters" not in found.settings and "other_prefill" not in found.layout:
         return {"overlap_tokens": dice.choice((0, 2, 40))}
-    if role == "decode" and stages == ranks == 1 and found.settings.get("draft") in (None, SUFFIX):
+    if role == "decode" and stages == ranks == 1 and "draft" not in found.settings:
         return {"overlap_steps": dice.random() < 0.5}
     return {}
 
