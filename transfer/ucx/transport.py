@@ -12,12 +12,17 @@ millisecond, also those that are not tied to the endpoint. No byte is written af
 the stopped source continues. The non-blocking `close` does not end them. Without a close, a killed
 source ends its receives at once over TCP and within about a second over shared memory (keepalive;
 the process must have been reaped by its parent).
+
+An endpoint that UCX itself found broken cannot be closed any more (UCXX then ignores `close`), and a
+send on it may never complete. Such a send counts as failed: it only reads memory, and the peer
+accepts nothing that it does not authenticate. A receive does not end before UCX says so.
 """
 
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
@@ -67,6 +72,15 @@ class UcxPeer:
             close_endpoint(self.endpoint)
 
 
+@dataclass(eq=False, slots=True)
+class _Active:
+    """Operation that UCX has not completed."""
+
+    operation: Operation
+    request: UcxRequest
+    is_send: bool
+
+
 class UcxTransport:
     """`Transport` over UCX."""
 
@@ -96,7 +110,8 @@ class UcxTransport:
         self._refusals = Refusals("items of handoffs", on_refused)
         self._matcher: MessageMatcher[UcxProbe] = MessageMatcher(self._refusals)
         self._peers: dict[bytes, UcxPeer] = {}
-        self._active: list[tuple[Operation, UcxRequest]] = []
+        self._active: list[_Active] = []
+        self._orphans: list[_Active] = []  # sends that have failed here and not in UCX
         self._discards: list[UcxRequest] = []
         self._ended: list[Operation] = []
         self._num_pending = 0
@@ -149,9 +164,8 @@ class UcxTransport:
                 PeerLostError("the connection to the peer is gone"),
             )
             return operation
-        self._active.append(
-            (operation, peer.endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag)))
-        )
+        request = peer.endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))
+        self._active.append(_Active(operation, request, is_send=True))
         return operation
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
@@ -183,12 +197,23 @@ class UcxTransport:
             del self._peers[peer.address]
         lost, discarded = self._matcher.cancel_peer(peer)
         self._discard(discarded)
-        for operation in lost:
+        self._collect()
+        for operation in [*lost, *self._give_up_sends(peer)]:
             self._end(
                 operation,
                 OperationState.FAILED,
                 PeerLostError("the connection to the peer is gone"),
             )
+
+    def _give_up_sends(self, peer: UcxPeer) -> list[Operation]:
+        """Return the sends to a closed peer that UCX has not completed; keep their memory for it."""
+        given_up = [
+            active for active in self._active if active.is_send and active.operation.peer is peer
+        ]
+        if given_up:
+            self._active = [active for active in self._active if active not in given_up]
+            self._orphans += given_up
+        return [active.operation for active in given_up]
 
     def progress(self) -> list[Operation]:
         for _ in range(MAX_PROGRESS_STEPS):
@@ -223,7 +248,7 @@ class UcxTransport:
         moved = self._moved
         self._moved = set()
         for peer in self._silent.over_limit(
-            {operation.peer for operation, _ in self._active if operation.peer.alive}, moved
+            {active.operation.peer for active in self._active if active.operation.peer.alive}, moved
         ):
             logger.warning(
                 "closing the connection to a peer that moved no byte for %g s although messages are in flight",
@@ -268,6 +293,7 @@ class UcxTransport:
         self._discard(self._matcher.clear())
         self._worker.progress()
         self._active.clear()
+        self._orphans.clear()
         self._discards.clear()
         self._wakeup.close()
 
@@ -283,7 +309,7 @@ class UcxTransport:
             self._discard([message])
             return
         request = self._worker.tag_recv_with_handle(self._ucx.array(operation.buffer), message)
-        self._active.append((operation, request))
+        self._active.append(_Active(operation, request, is_send=False))
 
     def _discard(self, messages: list[UcxProbe]) -> None:
         # Receive into one byte: UCX drops the rest, and reports completion to a rendezvous sender.
@@ -294,14 +320,16 @@ class UcxTransport:
     def _collect(self) -> None:
         """Process the requests that have ended."""
         still_active = []
-        for operation, request in self._active:
-            if request.completed:
-                self._finish(operation, request)
+        for active in self._active:
+            if active.request.completed:
+                self._finish(active.operation, active.request)
             else:
-                still_active.append((operation, request))
+                still_active.append(active)
         self._active = still_active
         if self._discards:
             self._discards = [request for request in self._discards if not request.completed]
+        if self._orphans:
+            self._orphans = [orphan for orphan in self._orphans if not orphan.request.completed]
 
     def _finish(self, operation: Operation, request: UcxRequest) -> None:
         # A smaller message may only have entered a queue.

@@ -10,6 +10,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
 
@@ -19,7 +21,7 @@ from tests.support.pool.formings import forming_of
 from tests.support.transfer.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
 from transfer.transport.protocol import Operation, OperationState, Transport
-from transfer.ucx.api import UcxLibrary
+from transfer.ucx.api import UcxEndpoint, UcxLibrary
 from transfer.ucx.settings import TransportProfile, live_devices, ucx_options
 from transfer.ucx.sockets import UNACKNOWLEDGED_S
 from transfer.ucx.stage_channel import UcxStageChannel
@@ -166,6 +168,43 @@ def test_a_source_that_hangs_in_mid_message_is_cut_off(
     assert lost
     assert all(isinstance(operation.error, PeerLostError) for operation in lost)
     assert not lost[0].peer.alive
+
+
+class BrokenEndpoint:
+    """An endpoint that UCX finds broken while sends are under way, which it never completes."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.requests: list[EndlessRequest] = []
+
+    def tag_send(self, *_: object) -> "EndlessRequest":
+        self.requests.append(EndlessRequest())
+        return self.requests[-1]
+
+    def close_blocking(self, *_: object) -> None:
+        """Do nothing, as UCXX does after an error of the endpoint."""
+
+
+@dataclass
+class EndlessRequest:
+    completed: bool = False
+
+
+def test_sends_that_ucx_never_completes_fail_with_their_connection(
+    receiver: UcxTransport, child: SendingChild
+) -> None:
+    peer = receiver.connect(child.address)
+    endpoint = BrokenEndpoint()
+    peer.endpoint = cast(UcxEndpoint, endpoint)
+    sends = [receiver.send(peer, PREFIX + i, pattern(NUM_BYTES, i)) for i in range(2)]
+    assert receiver.progress() == []
+    endpoint.alive = False
+    progress_until_ended(receiver, sends)
+    assert {send.state for send in sends} == {OperationState.FAILED}
+    assert all(isinstance(send.error, PeerLostError) for send in sends)
+    assert receiver.num_pending == 0
+    endpoint.requests[0].completed = True  # too late to be an end of its own
+    assert receiver.progress() == []
 
 
 def test_a_live_source_delivers_everything(receiver: UcxTransport, child: SendingChild) -> None:
