@@ -13,6 +13,7 @@ from baton.values import ClusterStatus
 from runtime.errors import BatonError
 
 SPARE_DESCRIPTORS = 10  # connections that open and close
+PEER_DESCRIPTORS = 2  # of a connection over UCX, which opens with the first handoff to a peer
 MARK = "BATON_STORM"  # in the environment of all processes of a storm
 
 
@@ -78,10 +79,9 @@ def descriptors(cluster: LocalCluster) -> dict[str, int]:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Return the growth of open files beyond that of changing connections."""
-    return sum(
-        max(0, count - before.get(name, count) - SPARE_DESCRIPTORS) for name, count in after.items()
-    )
+    """Return the growth of open files beyond that of changing connections, and new ones to peers."""
+    spare = SPARE_DESCRIPTORS + PEER_DESCRIPTORS * len(before)
+    return sum(max(0, count - before.get(name, count) - spare) for name, count in after.items())
 
 
 def marked(mark: str) -> list[int]:
