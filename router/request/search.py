@@ -96,17 +96,18 @@ class WorkerSearch:
         """Book a pair with room at the turn of a paused request, or None if no pair is left."""
         clock = LoopClock()
         paired_s = clock.now()  # the last time at which there was a pair
-        while clock.now() - paired_s <= self._restart_s(*WorkerRole):
+        while True:
             if self.preemption.may_resume(paused):
                 pair = self._placement.place(request)
                 if pair is not None:
                     return pair
             if self._placement.has_pair(request):
                 paired_s = clock.now()
+            elif clock.now() - paired_s > self._restart_s(*WorkerRole):
+                return None
             with suppress(TimeoutError):
                 async with asyncio.timeout(MAX_RETRY_PAUSE_S):
                     await self.directory.changed()
-        return None
 
     def _restart_s(self, *roles: WorkerRole) -> float:
         """Return how long to wait for a lost worker: at least as long as it took to start.
