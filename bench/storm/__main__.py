@@ -21,7 +21,7 @@ from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
 from bench.storm.traffic import Manner, Shares
-from bench.storm.verdict import Fate, fate
+from bench.storm.verdict import Fate, difference, fate
 from runtime.errors import BatonError
 
 ABORTS = "aborts"
@@ -96,7 +96,8 @@ def explain(storm: Storm) -> list[str]:
             ended_s = (seen.ended_s or seen.sent_s) - storm.start_s
             lines.append(
                 f"{seen.sent_s - storm.start_s:7.2f} s  {became} at {ended_s:.2f} s after "
-                f"{seen.num_tokens} tokens: {seen.error} {seen.text}"
+                f"{seen.num_tokens} tokens: {seen.error} {seen.text} "
+                f"{difference(seen, storm.truths[seen.coming.question]) if became is Fate.WRONG else ''}"
             )
     return lines
 

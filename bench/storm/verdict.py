@@ -3,12 +3,14 @@
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
-from baton.values import Chunk, Completion, Event
+from baton.values import Chunk, Completion, Event, Finish
+from baton.wire import completion_of
 from bench.storm.schedule import StormFault
 from bench.storm.traffic import Manner, Seen
+from tests.support.cluster.queries import comparable
 
 Truth = Sequence[tuple[Completion, ...]]  # the right responses of a question, with all choices
 
@@ -57,6 +59,20 @@ def begins_right(events: Sequence[Event], truth: Truth) -> bool:
         )
         for right in truth
     )
+
+
+def difference(seen: Seen, truth: Truth) -> str:
+    """Return where a wrong response differs from the first right one: a choice, a field and values."""
+    for index, choice in enumerate(truth[0]):
+        chunks = [event for event in seen.events if event.index == index]
+        if not chunks or not isinstance(chunks[-1], Finish):
+            return f"choice {index} has not finished"
+        found = comparable(completion_of(chunks))
+        for field in fields(Completion):
+            values = getattr(found, field.name), getattr(choice, field.name)
+            if values[0] != values[1]:
+                return f"choice {index}, {field.name}: {values[0]}, not {values[1]}"
+    return "more choices than requested"
 
 
 def _begins(choice: Completion, chunks: Sequence[Chunk]) -> bool:

@@ -31,7 +31,7 @@ from bench.storm.control import Control
 from bench.storm.layouts import random_layout
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Manner, PlannedRequest, Seen, Shares, plan
-from bench.storm.verdict import Counts, Fate, Pace, fate, recoveries
+from bench.storm.verdict import Counts, Fate, Pace, difference, fate, recoveries
 from tests.support.cluster.queries import comparable
 
 PROCESSES = (
@@ -236,8 +236,10 @@ def test_every_choice_of_a_response_must_be_right() -> None:
     assert fate(seen, [right]) is Fate.RIGHT
     seen.events = [*events(TOKENS), *events(TOKENS, index=1)]
     assert fate(seen, [right]) is Fate.WRONG
-    seen.events = [*events(TOKENS)]
-    assert fate(seen, [right]) is Fate.WRONG, "a choice is missing"
+    assert difference(seen, [right]).startswith("choice 1, text: <7><8><9>, not <7><6>")
+    seen.events = events(TOKENS)
+    assert fate(seen, [right]) is Fate.WRONG
+    assert difference(seen, [right]) == "choice 1 has not finished"
 
 
 @pytest.mark.parametrize(
