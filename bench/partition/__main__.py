@@ -2,24 +2,42 @@
 
 Every process has its own network namespace and address. Each edge between two roles, and between
 the stages of a pool, is cut for some seconds under load, both ways and one way, and restored. Every
-response is compared with that of a single process. Needs `ip` (iproute2) and user namespaces, not
-root. The exit code is 77 if these are not permitted. It is 1 if a response was wrong, lost or hung,
-a process ended, or resources were not released.
+response is compared with that of a single process. With `--random-layout` a seed draws the pools,
+their settings, the requests and the cuts, between any two processes, and clients retry. Needs
+`ip` (iproute2) and user namespaces, not root. The exit code is 77 if these are not permitted. It is
+1 if a response was wrong, lost or hung, a process ended, or resources were not released.
 """
 
 import argparse
 import asyncio
+import random
 import sys
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 from baton.cluster_config import demo_model
-from bench.partition.grid import Cell, CellResult, Edge, Way, grid
+from baton.retry import NO_RETRY
+from bench.partition.grid import (
+    Cell,
+    CellResult,
+    Edge,
+    ProcessPair,
+    Way,
+    grid,
+    process_names,
+    usual_layout,
+)
 from bench.report import Value, render
+from bench.storm.layouts import DEMO_DRAFT, random_layout
 from bench.storm.lines import LineFile
+from bench.storm.schedule import leads
+from bench.storm.storm import PATIENT
 from runtime.errors import BatonError, ConfigError
 from tests.support.network.hosts import become_private, is_private
 
 REFUSED = 77
+CUTS_S = (1.0, 5.0, 12.0)
 MODULE = "bench.partition"
 
 
@@ -52,16 +70,37 @@ def figures(results: list[CellResult]) -> dict[str, Value]:
     }
 
 
-async def measure(flags: argparse.Namespace) -> list[CellResult]:
-    cells = [
-        Cell(Edge(edge), Way(way), float(seconds))
-        for way, seconds in (cut.split(":") for cut in flags.cuts.split(","))
-        for edge in flags.edges.split(",")
+def random_cells(names: Sequence[str], count: int, *, seed: int) -> list[Cell]:
+    """Draw cuts between any two processes; a router speaks to leaders only."""
+    dice = random.Random(seed)
+    pairs = [
+        ProcessPair(first, second)
+        for first, second in combinations(names, 2)
+        if first != "router" or leads(second)
     ]
+    return [
+        Cell(dice.choice(pairs), dice.choice(list(Way)), dice.choice(CUTS_S)) for _ in range(count)
+    ]
+
+
+async def measure(flags: argparse.Namespace) -> list[CellResult]:
+    if flags.random_layout:
+        layout = random_layout(flags.seed, DEMO_DRAFT, has_adapters=False, may_limit_clients=False)
+        names = process_names(flags.model, layout)
+        cells = random_cells(names, flags.cells, seed=flags.seed)
+        print(f"layout: {layout}", file=sys.stderr)
+    else:
+        layout = usual_layout(flags.pools)
+        cells = [
+            Cell(Edge(edge), Way(way), float(seconds))
+            for way, seconds in (cut.split(":") for cut in flags.cuts.split(","))
+            for edge in flags.edges.split(",")
+        ]
     results = []
     async with grid(
         flags.model,
-        pools=flags.pools,
+        layout,
+        retry=PATIENT if flags.random_layout else NO_RETRY,
         rate=flags.rate,
         timeout_s=flags.timeout,
         seed=flags.seed,
@@ -91,6 +130,10 @@ def main() -> int:
         default=2,
         help="pools of each role; with 1, requests may fail; default 2",
     )
+    parser.add_argument(
+        "--random-layout", action="store_true", help="draw pools, settings, requests and cuts"
+    )
+    parser.add_argument("--cells", type=int, default=6, help="number of random cuts; default 6")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"

@@ -1,6 +1,7 @@
 """Edges of a cluster, cut one after another under load, each for some seconds, and restored."""
 
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,10 +12,12 @@ from pathlib import Path
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
+from baton.cluster_plan import ClusterPlan
 from baton.fork_server import ProcessPlaces
-from baton.retry import NO_RETRY
+from baton.retry import Retry
 from baton.values import Query
 from bench.storm import leaks, truth
+from bench.storm.layouts import DRAIN, StormLayout
 from bench.storm.traffic import Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Counts, Fate, Truth, stalls
 from tests.support.network.hosts import Network
@@ -24,8 +27,7 @@ NUM_QUESTIONS = 12
 LEAD_S = 1.0
 TAIL_S = 2.0
 SETTLE_S = 60.0
-WORKER_FLAGS = ("--transport", "tcp", "--transport-interface", "eth0", "--drain-s", "2")
-ROUTER_FLAGS = ("--drain-s", "2")
+BETWEEN_HOSTS = ("--transport", "tcp", "--transport-interface", "eth0")
 
 
 class Edge(StrEnum):
@@ -61,10 +63,25 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True)
+class ProcessPair:
+    """Ends of a cut edge, by name."""
+
+    first: str
+    second: str
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        return ((self.first, self.second),)
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.second}"
+
+
+@dataclass(frozen=True)
 class Cell:
     """One cut."""
 
-    edge: Edge
+    edge: Edge | ProcessPair
     way: Way
     seconds: float
 
@@ -104,6 +121,18 @@ class Apart(ProcessPlaces):
         self, name: str, module: str, arguments: Sequence[str]
     ) -> tuple[str, Sequence[str]]:
         return "bench.partition.child", (name, module, *arguments)
+
+
+def usual_layout(pools: int) -> StormLayout:
+    """Return this number of prefill workers, and of decode pools of two stages."""
+    roles = {"prefill": pools, "decode": pools, "decode_pp": 2}
+    return StormLayout(roles, DRAIN, DRAIN)
+
+
+def process_names(model: Path, layout: StormLayout) -> list[str]:
+    """Return the names of a layout's processes; the first one is the router."""
+    plan = ClusterPlan(ClusterConfig(model=model, **layout.pools, listen="127.0.0.1:0"))
+    return [*plan.router_names, *(spec.name for spec in plan.workers(Path()))]
 
 
 @dataclass(frozen=True)
@@ -164,38 +193,39 @@ class Grid:
 @asynccontextmanager
 async def grid(
     model: Path,
+    layout: StormLayout,
     *,
-    pools: int,
+    retry: Retry,
     rate: float,
     timeout_s: float,
     seed: int,
     sink: Callable[[str, str], None],
 ) -> AsyncIterator[Grid]:
-    """Run a router, and `pools` prefill workers and decode pools of two stages, on a host per
-    process."""
-    names = [
-        name
-        for pool in range(pools)
-        for name in (f"prefill-{pool}", f"decode-{pool}.0", f"decode-{pool}.1")
-    ]
-    with Network(("router", *names)) as network:
+    """Run a router and the layout's workers, on a host per process."""
+    with (
+        Network(process_names(model, layout)) as network,
+        tempfile.TemporaryDirectory(prefix="partition-") as folder,
+    ):
         places = Apart(network)
         config = ClusterConfig(
             model=model,
-            prefill=pools,
-            decode=pools,
-            decode_pp=2,
+            **layout.pools,
             listen=f"{places.host('router')}:0",
-            worker_flags=WORKER_FLAGS,
-            router_flags=ROUTER_FLAGS,
+            worker_flags=(*layout.flags_of_workers(Path(folder)), *BETWEEN_HOSTS),
+            router_flags=layout.router_flags,
             stop_grace_s=5,
             places=places,
         )
         async with (
             LocalCluster(config, sink=sink) as cluster,
-            AsyncBatonClient(cluster.address, retry=NO_RETRY) as client,
+            AsyncBatonClient(cluster.address, retry=retry) as client,
         ):
-            questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)
+            questions = make_questions(
+                await client.model_info(),
+                NUM_QUESTIONS,
+                seed=seed,
+                has_all_features=layout.has_all_features,
+            )
             warm_up = asyncio.gather(
                 *(client.complete(question, timeout_s=60) for question in questions)
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton.cluster_config import demo_model
 from bench.report import OtherLoad, Value, render
-from bench.storm.layouts import random_layout, usual_layout
+from bench.storm.layouts import DEMO_DRAFT, random_layout, usual_layout
 from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
@@ -25,7 +25,6 @@ from bench.storm.verdict import Fate, difference, fate
 from runtime.errors import BatonError
 
 ABORTS = "aborts"
-DEMO_DRAFT = demo_model().with_name("draft")
 CLIENTS = (ABORTS, "unread", "hostile")
 KINDS = (*FaultKind, *CLIENTS)
 

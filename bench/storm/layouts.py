@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.cluster_config import demo_model
 from router.request.priorities import EVERYBODY
 
+DEMO_DRAFT = demo_model().with_name("draft")
 DRAIN = ("--drain-s", "2")
 PULLS = ("--pull-tokens", "64")
 DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2))  # stages, ranks
@@ -62,7 +64,9 @@ def usual_layout(seed: int, draft: Path | None) -> StormLayout:
     )
 
 
-def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> StormLayout:
+def random_layout(
+    seed: int, draft: Path | None, *, has_adapters: bool, may_limit_clients: bool = True
+) -> StormLayout:
     """Draw roles, divisions, drafts, caches, limits and policy."""
     dice = random.Random(seed)
     pools = _random_pools(dice, has_adapters=has_adapters)
@@ -70,7 +74,7 @@ def random_layout(seed: int, draft: Path | None, *, has_adapters: bool) -> Storm
     policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
     has_disk = not has_data_ranks and dice.random() < 0.4
-    limits = LIMITS if dice.random() < 0.5 else ""
+    limits = LIMITS if may_limit_clients and dice.random() < 0.5 else ""
     router_flags = _random_router_flags(dice, has_clients=limits != "")
     return StormLayout(
         pools,

@@ -99,12 +99,13 @@ def _senders(processes: Sequence[str]) -> dict[FaultKind, Sequence[str]]:
         FaultKind.FRAME: [name for name in workers if "." in name],
         FaultKind.ITEM: [name for name in workers if name.startswith(("prefill", "worker"))],
         FaultKind.DISK: workers,
-        FaultKind.ROLES: [
-            name
-            for name in workers
-            if name.startswith("worker") and ("." not in name or name.endswith(".0"))
-        ],
+        FaultKind.ROLES: [name for name in workers if name.startswith("worker") and leads(name)],
     }
+
+
+def leads(name: str) -> bool:
+    """Return whether the process of this name is the leader of its pool."""
+    return "." not in name or name.endswith(".0")
 
 
 def _fault(at_s: float, kind: FaultKind, victims: Sequence[str], rng: random.Random) -> StormFault:

@@ -17,7 +17,8 @@ from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.retry import NO_RETRY
 from baton.values import Query, Sampling, Stop
-from bench.partition.grid import WORKER_FLAGS, Apart
+from bench.partition.grid import BETWEEN_HOSTS, Apart
+from bench.storm.layouts import DRAIN
 from runtime.errors import BatonError, ConfigError
 from testing.past_proxies import local_page
 from tests.support.network.hosts import Network, become_private, is_private
@@ -36,7 +37,7 @@ async def measure() -> dict[str, int]:
             prefill=1,
             decode=2,
             listen=f"{places.host('router')}:0",
-            worker_flags=WORKER_FLAGS,
+            worker_flags=(*BETWEEN_HOSTS, *DRAIN),
             router_flags=("--metrics-host", places.host("router")),
             stop_grace_s=5,
             places=places,
