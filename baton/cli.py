@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from baton.adapters import adapter_line, change_adapters
+from baton.caches import cache_text, list_caches
 from baton.chat_options import TemplateArguments, Tools, read_options
 from baton.client import BatonClient
 from baton.command_line import AsJson, TargetOption, Timeout, one_line_errors, targets_of
@@ -240,6 +241,27 @@ def flush(
         text = f"{each.role} {each.address}: {each.error or f'{each.pages} pages'}"
         print(json.dumps(asdict(each)) if as_json else text)
     if any(each.error for each in flushed):
+        raise typer.Exit(1)
+
+
+@app.command()
+def cache(
+    target: TargetOption = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Show what the prefix caches of all workers hold. With TLS, only an operator may do so. Exit
+    code 1 unless every worker answers."""
+    connection = ConnectionFlags(tls_ca, tls_cert, tls_key, tls_name, token_file)
+    with one_line_errors(target, connection):
+        found = asyncio.run(list_caches(targets_of(target)[0], connection.security()))
+    for each in found:
+        print(json.dumps(asdict(each)) if as_json else cache_text(each))
+    if any(each.error for each in found):
         raise typer.Exit(1)
 
 

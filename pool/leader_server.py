@@ -5,6 +5,7 @@ import asyncio
 from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
 from pool.adapters_service import PoolAdaptersService
+from pool.caches_service import PoolCachesService
 from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
@@ -27,7 +28,13 @@ from pool.serving import (
 )
 from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import WorkerService, current_info, worker_info, worker_load
-from protos import adapters_pb2_grpc, lending_pb2_grpc, pipeline_pb2_grpc, worker_pb2_grpc
+from protos import (
+    adapters_pb2_grpc,
+    caches_pb2_grpc,
+    lending_pb2_grpc,
+    pipeline_pb2_grpc,
+    worker_pb2_grpc,
+)
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
@@ -201,6 +208,11 @@ class LeaderServer:
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service, server.grpc)
         adapters_pb2_grpc.add_AdaptersServicer_to_server(
             PoolAdaptersService(self._adapters), server.grpc
+        )
+        kept = [each.cache for each in self._role.ranks.schedulers if each.cache.rule is not None]
+        caches_pb2_grpc.add_CachesServicer_to_server(
+            PoolCachesService(kept, self._leader.loop, self._disk, self._process.registry),
+            server.grpc,
         )
         if self._lender is not None:
             lending_pb2_grpc.add_LendingServicer_to_server(self._lender, server.grpc)

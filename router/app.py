@@ -13,8 +13,14 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from protos import adapters_pb2_grpc, generation_pb2_grpc, orca_service_pb2_grpc
+from protos import (
+    adapters_pb2_grpc,
+    caches_pb2_grpc,
+    generation_pb2_grpc,
+    orca_service_pb2_grpc,
+)
 from router.api.adapters import AdaptersService
+from router.api.caches import CachesService
 from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
@@ -289,6 +295,7 @@ def _add_apis(
     adapters_pb2_grpc.add_AdaptersServicer_to_server(
         AdaptersService(services.directory), server.grpc
     )
+    caches_pb2_grpc.add_CachesServicer_to_server(CachesService(services.directory), server.grpc)
     if config.vllm_engine:
         _add_vllm_engine(
             server,

@@ -65,6 +65,11 @@ class StageBlocks:
         return self._folder.num_bytes
 
     @property
+    def max_bytes(self) -> int:
+        """Return the size to which the folder is bounded."""
+        return self._folder.max_bytes
+
+    @property
     def bytes_per_block(self) -> int:
         return self._layout(Content.PAGE, self._part).starts[-1]
 

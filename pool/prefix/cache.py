@@ -136,6 +136,10 @@ class PrefixCache:
         self._gave_up(given, "flush")
         return len(given.page_ids)
 
+    def idle_pages(self) -> list[tuple[float, int]]:
+        """Return what `PrefixTree.idle_pages` does."""
+        return [] if self.rule is None else self._tree.idle_pages()
+
     @cached_property
     def _tree(self) -> PrefixTree:
         assert self.rule is not None

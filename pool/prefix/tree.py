@@ -18,6 +18,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from pool.prefix.eviction import BlockRun, EvictionOrder, snapshot_worth, worth
 from pool.prefix.journal import PointJournal
@@ -230,6 +231,20 @@ class PrefixTree:
             while num_free < num_slots and (run := self._snapshots.take(may_go)) is not None:
                 num_free += not self._is_slot_held(self._give_up_state(run, given))
         return given
+
+    def idle_pages(self) -> list[tuple[float, int]]:
+        """Return the pages by the seconds since a prompt last went through them.
+
+        Each item is of one run: seconds, number of pages.
+        """
+        used_s: dict[BlockRun, float] = {}
+        for run in set(self._runs.values()):
+            latest_s, node = run.used_s, run
+            while node.parent is not None and used_s.get(node, -inf) < latest_s:
+                used_s[node] = latest_s
+                node = node.parent
+        now_s = self._clock.now()
+        return [(now_s - at_s, len(run.names)) for run, at_s in used_s.items()]
 
     def clear(self) -> Changed:
         """Evict everything."""

@@ -87,6 +87,7 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Adapters/LoadAdapter": Access.WATCHER,
     "/baton.v1.Adapters/UnloadAdapter": Access.WATCHER,
     "/baton.v1.Adapters/ListAdapters": Access.WATCHER,
+    "/baton.v1.Caches/ListCaches": Access.WATCHER,
     "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.CLIENT,
     "/baton.v1.Prefill/Serve": Access.ROUTER,
     "/baton.v1.Decode/Serve": Access.ROUTER,

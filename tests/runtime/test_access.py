@@ -28,6 +28,7 @@ ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
     "/baton.v1.Adapters/LoadAdapter": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Adapters/UnloadAdapter": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Adapters/ListAdapters": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Caches/ListCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Generation/FlushCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Pipeline/Join": ({PeerRole.PREFILL}, {PeerRole.DECODE}),
     "/baton.v1.Lending/Lend": ({PeerRole.PREFILL, PeerRole.DECODE},) * 2,

@@ -259,3 +259,16 @@ def test_points_are_the_depths_that_are_points(block: int, grid: int) -> None:
     for first in range(1, 9):
         depths = range(first, 20)
         assert list(rule.points(depths)) == [depth for depth in depths if rule.is_point(depth)]
+
+
+def test_a_page_is_as_idle_as_the_last_prompt_through_it() -> None:
+    clock = ManualClock(100.0)
+    tree = PrefixTree(ResumeRule(16), clock)
+    assert tree.idle_pages() == []
+    tree.insert(names((1, 2, 3, 4)), [1, 2, 3, 4])
+    clock.advance(50.0)
+    tree.insert(names((1, 2, 5)), [1, 2, 6])
+    clock.advance(5.0)
+    assert sorted(tree.idle_pages()) == [(5.0, 1), (5.0, 2), (55.0, 2)]
+    tree.resumed(names((1, 2, 3, 4)), 64)
+    assert sorted(tree.idle_pages()) == [(0.0, 2), (0.0, 2), (5.0, 1)]

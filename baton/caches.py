@@ -1,0 +1,112 @@
+"""The prefix caches of all workers, as an operator looks at them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from protos import caches_pb2 as pb
+from protos.caches_pb2_grpc import CachesStub
+from runtime.process.host_memory import MIB
+from runtime.rpc.client import open_channel
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import ChannelSecurity
+
+TIMEOUT_S = 10.0
+_INDENT = "\n    "
+
+
+@dataclass(frozen=True)
+class CacheOnWorker:
+    """The prefix cache of a worker, or why the worker did not answer.
+
+    Attributes:
+        pages_total: for cached tokens and for requests.
+        points: after which a prompt can resume.
+        snapshots: recurrent states at such points.
+        idle_pages: cached pages by the most seconds since a prompt last went through them, each
+            without those before; the last row, with 0, is of any time.
+        queried_tokens: of prompts that may use the cache, since the worker's start.
+        matched_tokens: of these, found in the cache.
+        disk_bytes, max_disk_bytes: of the cache's copy on disk; 0 without one.
+    """
+
+    role: str
+    address: str
+    page_tokens: int = 0
+    pages_total: int = 0
+    pages: int = 0
+    points: int = 0
+    snapshots: int = 0
+    idle_pages: tuple[tuple[float, int], ...] = ()
+    queried_tokens: int = 0
+    matched_tokens: int = 0
+    disk_bytes: int = 0
+    max_disk_bytes: int = 0
+    error: str = ""
+
+
+async def list_caches(target: str, security: ChannelSecurity) -> list[CacheOnWorker]:
+    """Return the prefix cache of each worker of a router.
+
+    Raises:
+        BatonError: the router cannot be reached, or refuses.
+    """
+    async with open_channel(target, security=security) as channel:
+        try:
+            listed = await CachesStub(channel).ListCaches(pb.ListCachesRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+    return [_cache_of(worker) for worker in listed.workers]
+
+
+def cache_text(cache: CacheOnWorker) -> str:
+    """Return the cache of a worker as lines of text."""
+    return f"{cache.role} {cache.address}: {_INDENT.join(_lines(cache))}"
+
+
+def _lines(cache: CacheOnWorker) -> Iterable[str]:
+    if cache.error:
+        yield cache.error
+        return
+    if not cache.page_tokens:
+        yield "no prefix cache"
+        return
+    yield (
+        f"{cache.pages} of {cache.pages_total} pages of {cache.page_tokens} tokens are cached; "
+        f"resume points: {cache.points}"
+        + (f", states: {cache.snapshots}" if cache.snapshots else "")
+    )
+    if cache.queried_tokens:
+        share = cache.matched_tokens / cache.queried_tokens
+        yield f"found {share:.0%} of {cache.queried_tokens} prompt tokens since its start"
+    if cache.pages:
+        rows = ", ".join(f"{pages} {_within(s)}" for s, pages in cache.idle_pages if pages)
+        yield f"last used: {rows}"
+    if cache.max_disk_bytes:
+        used, most = cache.disk_bytes / MIB, cache.max_disk_bytes / MIB
+        yield f"on disk: {used:.1f} of {most:.0f} MiB"
+
+
+def _within(seconds: float) -> str:
+    if not seconds:
+        return "earlier"
+    return f"within {seconds / 60:.0f} min" if seconds < 3600 else f"within {seconds / 3600:.0f} h"
+
+
+def _cache_of(worker: pb.WorkerCache) -> CacheOnWorker:
+    return CacheOnWorker(
+        worker.role,
+        worker.address,
+        worker.page_tokens,
+        worker.pages_total,
+        worker.pages,
+        worker.points,
+        worker.snapshots,
+        tuple((row.at_most_s, row.pages) for row in worker.idle_pages),
+        worker.queried_tokens,
+        worker.matched_tokens,
+        worker.disk.used_bytes,
+        worker.disk.max_bytes,
+        worker.error,
+    )

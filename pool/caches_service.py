@@ -1,0 +1,68 @@
+"""The Caches service of a leader: how much its prefix caches hold, and how long it was not used."""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from engine.loop import EngineLoop
+from pool.disk.disk_cache import DiskCache
+from pool.prefix.cache import PrefixCache
+from protos import caches_pb2 as pb
+from protos import caches_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+IDLE_S = (60.0, 600.0, 3600.0, inf)  # upper bounds of the rows
+
+
+class PoolCachesService(caches_pb2_grpc.CachesServicer):
+    """The gRPC servicer of the Caches service of one pool, whose data ranks have a cache each."""
+
+    def __init__(
+        self,
+        caches: Sequence[PrefixCache],
+        loop: EngineLoop,
+        disk: DiskCache | None,
+        registry: CollectorRegistry,
+    ) -> None:
+        """Create the servicer; `registry` has the counters of the caches."""
+        self._caches = caches
+        self._loop = loop
+        self._disk = disk
+        self._registry = registry
+
+    async def ListCaches(
+        self, request: pb.ListCachesRequest, context: Context
+    ) -> pb.ListCachesResponse:
+        found = await self._loop.submit(self._contents)
+        found.queried_tokens = self._count("queried")
+        found.matched_tokens = self._count("matched")
+        if self._disk is not None:
+            own = self._disk.own
+            found.disk.CopyFrom(pb.DiskUse(used_bytes=own.num_bytes, max_bytes=own.max_bytes))
+        return pb.ListCachesResponse(workers=[found])
+
+    def _contents(self) -> pb.WorkerCache:
+        """Return what the caches hold. For the engine thread."""
+        caches = self._caches
+        rows = Counter[float]()
+        for idle_s, num_pages in (item for cache in caches for item in cache.idle_pages()):
+            rows[next(limit for limit in IDLE_S if idle_s <= limit)] += num_pages
+        idle = [
+            pb.IdlePages(at_most_s=0 if limit == inf else limit, pages=rows[limit])
+            for limit in IDLE_S
+        ]
+        return pb.WorkerCache(
+            page_tokens=caches[0].rule.block_tokens if caches and caches[0].rule else 0,
+            pages_total=sum(cache.pages.num_total for cache in caches),
+            pages=sum(rows.values()),
+            points=caches[0].journal.num_points if caches else 0,  # the data ranks share it
+            snapshots=sum(len(cache.slots.ledger.kept_ids()) for cache in caches),
+            idle_pages=idle if caches else (),
+        )
+
+    def _count(self, what: str) -> int:
+        return round(self._registry.get_sample_value(f"baton_cache_{what}_tokens_total") or 0)
