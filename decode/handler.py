@@ -181,13 +181,7 @@ class DecodeHandler:
                 start over to take the prompt over in place.
         """
         parts, session = self._parts, self._session
-        if parts.leader.group.includes(source.stages):
-            raise HandoffError("the new source of the prompt is this pool itself")
-        check_compatible(
-            parts.leader.compatibility, source.compatibility, source.compatibility_text
-        )
-        prompt = self._request.prompt_token_ids
-        check_content(source, len(prompt), prompt_digest(prompt, self._request.adapter))
+        self._check(source)
         if not source.sends_rest and self._reservation.held_tokens:
             key = self._reservation.key
             self._reservation = await parts.leader.loop.submit(
@@ -229,6 +223,19 @@ class DecodeHandler:
             # A lost source is left to the router, which also notices it and replaces it.
             raise session.error
         return destination
+
+    def _check(self, source: SourceTerms) -> None:
+        """Check that a source sends this prompt, computed in the same way, from another pool.
+
+        Raises:
+            HandoffError: it is this pool.
+            IncompatiblePeerError: it is another prompt, or of other weights or numerics.
+        """
+        leader, prompt = self._parts.leader, self._request.prompt_token_ids
+        if leader.group.includes(source.stages):
+            raise HandoffError("the new source of the prompt is this pool itself")
+        check_compatible(leader.compatibility, source.compatibility, source.compatibility_text)
+        check_content(source, len(prompt), prompt_digest(prompt, self._request.adapter))
 
     async def _land(self) -> SourceTerms | None:
         """Wait for all bytes and the first token.

@@ -120,6 +120,17 @@ class Injector:
         self._stopped: set[int] = set()
         self.done: Counter[FaultKind] = Counter()
 
+    @property
+    def processes(self) -> list[str]:
+        """Return the names of all possible victims."""
+        return sorted(self._cluster.processes)
+
+    @property
+    def possible(self) -> frozenset[FaultKind]:
+        """Return the kinds of faults that this machine permits."""
+        impossible = frozenset() if self._equipment.disk.is_there else {FaultKind.DISK}
+        return frozenset(FaultKind) - impossible
+
     async def run(self, faults: Sequence[StormFault], start_s: float) -> None:
         await asyncio.gather(*(self._one(fault, start_s) for fault in faults))
 

@@ -185,30 +185,32 @@ async def _run(config: StormConfig, storm: Storm, equipment: Equipment) -> None:
         )
         await warm_up
         before = leaks.descriptors(cluster)
-        storm.untried = (
-            frozenset() if equipment.disk.is_there else config.weather.kinds & {FaultKind.DISK}
-        )
-        storm.faults = [
-            fault
-            for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)
-            if fault.kind not in storm.untried
-        ]
         traffic = Traffic(askers, questions, config.timeout_s)
-        storm.requests, storm.start_s = traffic.seen, time.monotonic()
-        injector = Injector(cluster, equipment)
-        planned = plan(
-            config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed
-        )
-        faults = asyncio.create_task(injector.run(storm.faults, storm.start_s))
-        try:
-            await asyncio.gather(traffic.run(planned, storm.start_s), faults)
-        finally:
-            faults.cancel()
-            injector.heal()
-        storm.end_s = time.monotonic()
+        await _blow(config, storm, traffic, Injector(cluster, equipment))
         storm.held = await leaks.settled(clients, SETTLE_S)
         storm.settled_s = time.monotonic() - storm.end_s
         storm.num_descriptors = leaks.grown(before, leaks.descriptors(cluster))
+
+
+async def _blow(config: StormConfig, storm: Storm, traffic: Traffic, injector: Injector) -> None:
+    """Send all requests during the faults."""
+    storm.untried = config.weather.kinds - injector.possible
+    storm.faults = [
+        fault
+        for fault in forecast(config.weather, injector.processes, seed=config.seed)
+        if fault.kind not in storm.untried
+    ]
+    planned = plan(
+        config.weather.seconds, config.rate, NUM_QUESTIONS, config.shares, seed=config.seed
+    )
+    storm.requests, storm.start_s = traffic.seen, time.monotonic()
+    faults = asyncio.create_task(injector.run(storm.faults, storm.start_s))
+    try:
+        await asyncio.gather(traffic.run(planned, storm.start_s), faults)
+    finally:
+        faults.cancel()
+        injector.heal()
+    storm.end_s = time.monotonic()
 
 
 async def _left_running(mark: str) -> int:
