@@ -157,20 +157,39 @@ def test_a_storm_in_which_an_adapter_changes_mixes_no_versions(tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", ["2", "10", "12"])
-def test_a_storm_of_a_random_layout_loses_nothing(seed: str, tmp_path: Path) -> None:
-    """The draft that a layout may have is the demo model's."""
-    for number in range(3):
+@pytest.mark.parametrize(
+    ("seed", "num_adapters"),
+    [("5", 0), ("8", 3), ("11", 3)],
+    ids=["data ranks of both roles", "roles apart", "roles mixed"],
+)
+def test_a_storm_of_a_random_layout_loses_nothing(
+    seed: str, num_adapters: int, tmp_path: Path
+) -> None:
+    """All three have clients with quotas, and requests with all features of the API."""
+    for number in range(num_adapters):
         write_adapter(tmp_path / f"adapter-{number}", demo_model(), seed=number, lora_alpha=60)
     values = figures(
         "bench.storm",
         "--random-layout",
         *("--seed", seed, "--seconds", "40", "--rate", "4", "--kill-every", "5"),
-        *("--adapters", str(tmp_path), "--aborts", "0.3", "--timeout", "120"),
+        *("--aborts", "0.3", "--timeout", "120"),
+        *(("--adapters", str(tmp_path)) if num_adapters else ()),
         timeout_s=800,
     )
     assert_bars(values)
+    assert values["unhealthy"] == 0
     assert values["kill_faults"] > 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_random_cuts_within_a_random_layout_lose_nothing() -> None:
+    values = figures(
+        "bench.partition",
+        *("--random-layout", "--seed", "12", "--cells", "4", "--timeout", "120"),
+        timeout_s=800,
+    )
+    assert (values["cells"], values["failed"], values["leaked"]) == (4, 0, 0)
 
 
 @pytest.mark.long
