@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.fork_server import ProcessPlaces
 from baton.roles import set_roles
@@ -151,6 +152,12 @@ class Injector:
                 control.flip_items(1)
             case FaultKind.CLOCK:
                 control.shift_clock(fault.amount)
+            case _:
+                await self._act(fault)
+
+    async def _act(self, fault: StormFault) -> None:
+        """Fill the disk, or do what an operator does."""
+        match fault.kind:
             case FaultKind.DISK:
                 self._equipment.disk.fill()
                 self._kill(fault.victim)
@@ -161,6 +168,8 @@ class Injector:
                 await self._equipment.adapters.change(
                     self._cluster.addresses, self._equipment.clients.operator
                 )
+            case FaultKind.FLUSH:
+                await self._flush()
             case FaultKind.ROLES:
                 await self._give_roles(fault.victim, FEWER_ROLES[self.done[fault.kind] % 2])
                 await asyncio.sleep(fault.amount)
@@ -182,6 +191,12 @@ class Injector:
             await asyncio.sleep(fault.amount)
             os.kill(pid, signal.SIGCONT)
         self._stopped.discard(pid)
+
+    async def _flush(self) -> None:
+        security = self._equipment.clients.operator
+        async with AsyncBatonClient(*self._cluster.addresses, security=security) as client:
+            with suppress(BatonError):
+                await client.flush_caches()
 
     async def _give_roles(self, name: str, roles: Sequence[str]) -> None:
         """Make a worker serve these roles, unless it is away: it starts with all of them."""

@@ -18,6 +18,7 @@ class FaultKind(StrEnum):
     DISK = "disk"  # all writes fail for a while, and a process is killed meanwhile
     CLOCK = "clock"  # the wall clock jumps
     ADAPTER = "adapter"  # an adapter gets another version, on all workers
+    FLUSH = "flush"  # all prefix caches are emptied
     ROLES = "roles"  # a worker of both roles serves one of them for a while
 
 
