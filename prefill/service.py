@@ -305,11 +305,6 @@ class PrefillHandler:
             self._leave_in_place()
             return
         destination = codec.destination_from_proto(message)
-        try:
-            check_plan(self._source, destination, self._parts.plan.geometry.specs)
-        except BatonError as error:
-            self._parts.meters.handshake_failed(error)
-            raise
         session = SendSession(
             destination.session_id,
             epoch=destination.epoch,
@@ -318,14 +313,19 @@ class PrefillHandler:
         )
         if self._has_first_token:
             session.computed()
-        self._parts.leader.group.open_send(
-            self._key,
-            self._source,
-            destination,
-            session,
-            self._inbox.session_changed,
-            self._data_rank,
-        )
+        try:
+            check_plan(self._source, destination, self._parts.plan.geometry.specs)
+            self._parts.leader.group.open_send(
+                self._key,
+                self._source,
+                destination,
+                session,
+                self._inbox.session_changed,
+                self._data_rank,
+            )
+        except BatonError as error:
+            self._parts.meters.handshake_failed(error)
+            raise
         self._destination, self._session = destination, session
         self._opened_s = time.monotonic()
         self._sending = begin(

@@ -261,7 +261,7 @@ class StageGroup:
         thread.
 
         Raises:
-            InvalidRequestError: the session is open already.
+            IncompatiblePeerError: the session is open already.
         """
         self._reports.forget_older(session)
         self._reports.watch(session, on_change, self._members[data_rank])
@@ -281,7 +281,7 @@ class StageGroup:
         """Send what every stage of the data rank computes for a request.
 
         Raises:
-            InvalidRequestError: the session is open already.
+            IncompatiblePeerError: the session is open already.
         """
         self._reports.watch(session, on_change, self._members[data_rank])
         self._send_open(request_key, source, destination, data_rank)

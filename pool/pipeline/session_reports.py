@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.errors import FieldViolation, HandoffError, InvalidRequestError, PeerLostError
+from runtime.errors import HandoffError, IncompatiblePeerError, PeerLostError
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession
 from transfer.session_states import ReceiveState, SendState
@@ -91,7 +91,7 @@ class SessionReports:
         all.
 
         Raises:
-            InvalidRequestError: the epoch is watched already, or an epoch of the other direction is.
+            IncompatiblePeerError: the epoch is watched already, or an epoch of the other direction is.
         """
         key = session.session_id, session.epoch
         if any(
@@ -99,9 +99,7 @@ class SessionReports:
             and (epoch == session.epoch or type(other.session) is not type(session))
             for (name, epoch), other in self._watched.items()
         ):
-            raise InvalidRequestError(
-                FieldViolation("destination.session_id", "is that of an open session")
-            )
+            raise IncompatiblePeerError("destination.session_id is that of an open session")
         self._watched[key] = _OpenSession(session, on_change, members)
 
     def drained(self, session: TransferSession) -> asyncio.Event:

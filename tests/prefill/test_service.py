@@ -43,7 +43,6 @@ from runtime.errors import (
     DeadlineError,
     HandoffError,
     IncompatiblePeerError,
-    InvalidRequestError,
     PeerLostError,
     UnavailableError,
 )
@@ -233,7 +232,7 @@ async def test_a_request_cannot_have_the_session_of_another_one() -> None:
         second, own = await to_first_token(pools)
         own.session_id = destination.session_id
         second.send(pb.PrefillInput(destination=own))
-        with pytest.raises(InvalidRequestError, match="session_id: is that of an open session"):
+        with pytest.raises(IncompatiblePeerError, match="session_id is that of an open session"):
             await second.ended()
         assert pools.group.open_sessions == 1
         assert first.events.empty(), "the first one goes on"

@@ -13,7 +13,7 @@ from pool.pipeline.membership import StageLink
 from pool.pipeline.session_reports import SessionReports
 from protos import pipeline_pb2 as pb
 from runtime.clock import SystemClock
-from runtime.errors import InvalidRequestError
+from runtime.errors import IncompatiblePeerError
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import (
     DestinationTerms,
@@ -84,10 +84,10 @@ async def test_a_session_is_open_once_in_a_pool() -> None:
     clock = SystemClock()
     reports.watch(ReceiveSession("s", num_stages=1, clock=clock), lambda: None)
     for epoch in (0, 1):
-        with pytest.raises(InvalidRequestError, match="session_id: is that of an open session"):
+        with pytest.raises(IncompatiblePeerError, match="session_id is that of an open session"):
             reports.watch(SendSession("s", epoch=epoch, num_stages=1, clock=clock), lambda: None)
     for epoch in (0, 1):  # the older one may still drain
         reports.watch(SendSession("t", epoch=epoch, num_stages=1, clock=clock), lambda: None)
-    with pytest.raises(InvalidRequestError, match="session_id: is that of an open session"):
+    with pytest.raises(IncompatiblePeerError, match="session_id is that of an open session"):
         reports.watch(SendSession("t", epoch=1, num_stages=1, clock=clock), lambda: None)
     assert reports.num_watched == 3
