@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, Document, load, of_kind, pod_kinds, selects
-from tests.deploy.schemas import problems
+from tests.deploy.schemas import OLDEST, problems
 from tests.deploy.test_network_policies import EDGES, GATEWAY_EDGES, allowed
 
 MODELS = ("small", "large")
 WITHOUT_SCHEMA = {"HTTPRoute", "InferencePool"}  # their definitions are not in this repository
+RELEASES = {"gpu-claims": "1.34"}  # of Kubernetes, if an example needs a later one
 FOLDERS = sorted(path.parent.name for path in (DEPLOY / "examples").glob("*/kustomization.yaml"))
 
 
@@ -34,14 +35,34 @@ def test_every_example_is_rendered_and_valid() -> None:
         sorted(path.stem for path in (DEPLOY / "rendered" / "examples").glob("*.yaml")) == FOLDERS
     )
     known = [
-        document
+        (document, RELEASES.get(name, OLDEST))
         for name in FOLDERS
         for document in example(name)
         if document["kind"] not in WITHOUT_SCHEMA
     ]
-    found = {f"{d['kind']}/{d['metadata']['name']}": problems(d) for d in known}
+    found = {
+        f"{document['kind']}/{document['metadata']['name']}": problems(document, release)
+        for document, release in known
+    }
     assert {name: text for name, text in found.items() if text} == {}
     assert len(known) > 30
+
+
+def test_each_worker_claims_the_gpu_that_it_would_get_from_the_plugin() -> None:
+    documents = example("gpu-claims")
+    (template,) = of_kind(documents, "ResourceClaimTemplate")
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"] == {"deviceClassName": "gpu.nvidia.com"}
+    before = {pod.name: pod.spec for pod in pod_kinds(load("gpu"))}
+    for pod in pod_kinds(documents):
+        limits = before[pod.name]["containers"][0]["resources"]["limits"]
+        claims = pod.spec["containers"][0]["resources"].get("claims", [])
+        assert [claim["name"] for claim in claims] == ["gpu"] * ("nvidia.com/gpu" in limits)
+        assert "nvidia.com/gpu" not in pod.spec["containers"][0]["resources"]["limits"]
+        if claims:
+            assert pod.spec["resourceClaims"] == [
+                {"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}
+            ]
 
 
 def test_keda_scales_the_roles_of_a_set_by_their_scalers() -> None:
