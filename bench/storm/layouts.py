@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster_config import demo_model
-from router.request.priorities import EVERYBODY
 
 DEMO_DRAFT = demo_model().with_name("draft")
 DRAIN = ("--drain-s", "2")
 PULLS = ("--pull-tokens", "64")
 DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2))  # stages, ranks
-# A third of the requests is by a client with these quotas, which clients retry until they refill.
+# Each client sends a third of the requests, and retries those beyond its quotas.
 LIMITS = """
 [often]
 weight = 4
@@ -45,7 +44,7 @@ class StormLayout:
 
     @property
     def clients(self) -> tuple[str, ...]:
-        return tuple(name for name in tomllib.loads(self.limits) if name != EVERYBODY)
+        return tuple(tomllib.loads(self.limits))
 
     def flags_of_workers(self, folder: Path) -> tuple[str, ...]:
         """Return the flags of every worker; what they keep is in `folder`."""

@@ -125,10 +125,11 @@ def make_questions(
         begin = prompts[-1][: rng.randrange(len(prompts[-1]))] if index % 3 == 2 else ()
         prompts.append((*begin, *rng.choices(ordinary, k=rng.randint(8, 160))))
     models = ("", *(f":{name}" for name in adapters))
-    make = _any_question if has_all_features else _plain_question
     return [
         replace(
-            make(rng, index, prompt),
+            _any_question(rng, prompt)
+            if has_all_features
+            else _plain_question(rng, prompt, is_sampled=index % 2 == 1),
             model=models[index % len(models)],
             priority=LITTLE_URGENT if index % 5 == 4 else 0,
         )
@@ -136,19 +137,19 @@ def make_questions(
     ]
 
 
-def _plain_question(rng: random.Random, index: int, prompt: Sequence[int]) -> Query:
+def _plain_question(rng: random.Random, prompt: Sequence[int], *, is_sampled: bool) -> Query:
     greedy = Sampling(temperature=0.0)
     sampled = Sampling(0.9, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=rng.randrange(2**63))
     return Query(
         tuple(prompt),
-        sampled if index % 2 else greedy,
+        sampled if is_sampled else greedy,
         Stop(max_tokens=rng.randint(24, 72), ignore_eos=True),
         num_top_logprobs=0,
         skip_text=True,
     )
 
 
-def _any_question(rng: random.Random, index: int, prompt: Sequence[int]) -> Query:
+def _any_question(rng: random.Random, prompt: Sequence[int]) -> Query:
     drawn = random_query(rng, prompt, models=("",), max_tokens=rng.choice((2, 24, 72)))
     return replace(
         drawn,

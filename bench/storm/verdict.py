@@ -76,16 +76,12 @@ def difference(seen: Seen, truth: Truth) -> str:
 
 
 def _begins(choice: Completion, chunks: Sequence[Chunk]) -> bool:
-    token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-    logprobs = tuple(item for chunk in chunks for item in chunk.logprobs)
-    scores = tuple(
-        item for chunk in chunks if chunk.prompt_logprobs for item in chunk.prompt_logprobs.logprobs
-    )
+    found = completion_of([*chunks, choice.finish])
     return (
-        token_ids == choice.token_ids[: len(token_ids)]
-        and logprobs == choice.logprobs[: len(logprobs)]
-        and scores == choice.prompt_logprobs[: len(scores)]
-        and choice.text.startswith("".join(chunk.text for chunk in chunks))
+        found.token_ids == choice.token_ids[: len(found.token_ids)]
+        and found.logprobs == choice.logprobs[: len(found.logprobs)]
+        and found.prompt_logprobs == choice.prompt_logprobs[: len(found.prompt_logprobs)]
+        and choice.text.startswith(found.text)
     )
 
 

@@ -25,29 +25,26 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        async def load(channel: grpc.aio.Channel) -> list[pb.WorkerAdapters]:
-            call = AdaptersStub(channel).LoadAdapter(request, timeout=LOAD_TIMEOUT_S)
-            return list((await call).workers)
-
-        return pb.LoadAdapterResponse(workers=await self._ask(load))
+        workers = await self._ask(
+            lambda channel: AdaptersStub(channel).LoadAdapter(request, timeout=LOAD_TIMEOUT_S)
+        )
+        return pb.LoadAdapterResponse(workers=workers)
 
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        async def unload(channel: grpc.aio.Channel) -> list[pb.WorkerAdapters]:
-            call = AdaptersStub(channel).UnloadAdapter(request, timeout=TIMEOUT_S)
-            return list((await call).workers)
-
-        return pb.UnloadAdapterResponse(workers=await self._ask(unload))
+        workers = await self._ask(
+            lambda channel: AdaptersStub(channel).UnloadAdapter(request, timeout=TIMEOUT_S)
+        )
+        return pb.UnloadAdapterResponse(workers=workers)
 
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        async def look(channel: grpc.aio.Channel) -> list[pb.WorkerAdapters]:
-            call = AdaptersStub(channel).ListAdapters(request, timeout=TIMEOUT_S)
-            return list((await call).workers)
-
-        return pb.ListAdaptersResponse(workers=await self._ask(look))
+        workers = await self._ask(
+            lambda channel: AdaptersStub(channel).ListAdapters(request, timeout=TIMEOUT_S)
+        )
+        return pb.ListAdaptersResponse(workers=workers)
 
     async def _ask(self, question: WorkerQuestion[pb.WorkerAdapters]) -> list[pb.WorkerAdapters]:
         return await ask_workers(self._directory, pb.WorkerAdapters, question)

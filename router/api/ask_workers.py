@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -11,7 +11,17 @@ from router.workers.directory import Directory
 from router.workers.worker import Worker
 
 AnswerT = TypeVar("AnswerT", adapters_pb2.WorkerAdapters, caches_pb2.WorkerCache)
-WorkerQuestion = Callable[[grpc.aio.Channel], Awaitable[Iterable[AnswerT]]]
+PartT_co = TypeVar("PartT_co", covariant=True)
+
+
+class WorkersAnswer(Protocol[PartT_co]):
+    """Response of a worker, which answers for itself, or of a router, for all its workers."""
+
+    @property
+    def workers(self) -> Iterable[PartT_co]: ...
+
+
+WorkerQuestion = Callable[[grpc.aio.Channel], Awaitable[WorkersAnswer[AnswerT]]]
 
 
 async def ask_workers(
@@ -30,7 +40,7 @@ async def _ask(
 ) -> AnswerT:
     answer = empty()
     try:
-        for each in await question(worker.channel):
+        for each in (await question(worker.channel)).workers:
             answer.MergeFrom(each)
     except grpc.aio.AioRpcError as error:
         answer.error = error.details() or error.code().name

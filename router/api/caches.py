@@ -24,9 +24,9 @@ class CachesService(caches_pb2_grpc.CachesServicer):
     async def ListCaches(
         self, request: pb.ListCachesRequest, context: Context
     ) -> pb.ListCachesResponse:
-        async def look(channel: grpc.aio.Channel) -> list[pb.WorkerCache]:
-            return list((await CachesStub(channel).ListCaches(request, timeout=TIMEOUT_S)).workers)
-
-        return pb.ListCachesResponse(
-            workers=await ask_workers(self._directory, pb.WorkerCache, look)
+        workers = await ask_workers(
+            self._directory,
+            pb.WorkerCache,
+            lambda channel: CachesStub(channel).ListCaches(request, timeout=TIMEOUT_S),
         )
+        return pb.ListCachesResponse(workers=workers)

@@ -159,7 +159,7 @@ class Answer:
         self.timeline = timeline
         # Identity of workers and prompt, sent with the first scores and with the first tokens.
         self.sampled_by = ""
-        self._named_with = set[str]()
+        self._has_scores = self._has_tokens = False
         self.has_ended = False
 
     def cached(
@@ -192,8 +192,9 @@ class Answer:
         response = self._output.add(tokens)
         chunk = response.chunk
         self.timeline.tokens(len(chunk.token_ids))
-        if chunk.token_ids:
-            self._name(chunk, "tokens")
+        if not self._has_tokens and chunk.token_ids:
+            chunk.compatibility = self.sampled_by
+            self._has_tokens = True
         self._send(response)
 
     @property
@@ -217,14 +218,10 @@ class Answer:
         """
         if unseen := self._output.unseen(scores):
             chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
-            self._name(chunk, "scores")
+            if not self._has_scores:
+                chunk.compatibility = self.sampled_by
+                self._has_scores = True
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
-
-    def _name(self, chunk: generation_pb2.GenerateChunk, kind: str) -> None:
-        """Name the workers in the first chunk of a kind."""
-        if kind not in self._named_with:
-            self._named_with.add(kind)
-            chunk.compatibility = self.sampled_by
 
     def rest(self) -> None:
         """Send the text held back, now that no token follows."""

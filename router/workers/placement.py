@@ -141,8 +141,8 @@ class WorkerPlacement:
         """Book a prefill worker for a request that lost its own and has its place in `pool`.
 
         The request goes before those in admission. A worker in `tried` is booked only if no other
-        is left. Neither is the pool's own worker, if it serves both roles: the pool then gives its
-        place up, because a prompt is not handed over within a worker.
+        is left. The same holds for the pool's own worker if it serves both roles: no prompt is
+        handed over within a worker, so the pool would give its place up.
         """
         sources = self._fitting(WorkerRole.PREFILL, request.of_kind(pool.compatibility))
         fitting = [

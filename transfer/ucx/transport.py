@@ -207,12 +207,13 @@ class UcxTransport:
 
     def _give_up_sends(self, peer: UcxPeer) -> list[Operation]:
         """Return the sends to a closed peer that UCX has not completed; keep their memory for it."""
-        given_up = [
-            active for active in self._active if active.is_send and active.operation.peer is peer
-        ]
-        if given_up:
-            self._active = [active for active in self._active if active not in given_up]
-            self._orphans += given_up
+        kept: list[_Active] = []
+        given_up: list[_Active] = []
+        for active in self._active:
+            is_lost = active.is_send and active.operation.peer is peer
+            (given_up if is_lost else kept).append(active)
+        self._active = kept
+        self._orphans += given_up
         return [active.operation for active in given_up]
 
     def progress(self) -> list[Operation]:
