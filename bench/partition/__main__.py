@@ -25,11 +25,11 @@ from bench.partition.grid import (
     ProcessPair,
     Way,
     grid,
+    plain_layout,
     process_names,
-    usual_layout,
 )
 from bench.report import Value, render
-from bench.storm.layouts import DEMO_DRAFT, random_layout
+from bench.storm.layouts import draft_of, random_layout
 from bench.storm.lines import LineFile
 from bench.storm.schedule import leads
 from bench.storm.storm import PATIENT
@@ -85,12 +85,14 @@ def random_cells(names: Sequence[str], count: int, *, seed: int) -> list[Cell]:
 
 async def measure(flags: argparse.Namespace) -> list[CellResult]:
     if flags.random_layout:
-        layout = random_layout(flags.seed, DEMO_DRAFT, has_adapters=False, may_limit_clients=False)
+        layout = random_layout(
+            flags.seed, draft_of(flags.model), has_adapters=False, may_limit_clients=False
+        )
         names = process_names(flags.model, layout)
         cells = random_cells(names, flags.cells, seed=flags.seed)
         print(f"layout: {layout}", file=sys.stderr)
     else:
-        layout = usual_layout(flags.pools)
+        layout = plain_layout(flags.pools)
         cells = [
             Cell(Edge(edge), Way(way), float(seconds))
             for way, seconds in (cut.split(":") for cut in flags.cuts.split(","))

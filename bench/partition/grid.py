@@ -123,7 +123,7 @@ class Apart(ProcessPlaces):
         return "bench.partition.child", (name, module, *arguments)
 
 
-def usual_layout(pools: int) -> StormLayout:
+def plain_layout(pools: int) -> StormLayout:
     """Return this number of prefill workers, and of decode pools of two stages."""
     roles = {"prefill": pools, "decode": pools, "decode_pp": 2}
     return StormLayout(roles, DRAIN, DRAIN)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton.cluster_config import demo_model
 from bench.report import OtherLoad, Value, render
-from bench.storm.layouts import DEMO_DRAFT, random_layout, usual_layout
+from bench.storm.layouts import draft_of, random_layout, usual_layout
 from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
@@ -121,7 +121,7 @@ def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
         0.02 if "unread" in kinds else 0.0,
         0.02 if "hostile" in kinds else 0.0,
     )
-    draft = flags.draft or (DEMO_DRAFT if flags.model == demo_model() else None)
+    draft = flags.draft or draft_of(flags.model)
     layout = (
         random_layout(flags.seed, draft, has_adapters=flags.adapters is not None)
         if flags.random_layout

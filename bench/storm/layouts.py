@@ -9,7 +9,6 @@ from typing import Any
 
 from baton.cluster_config import demo_model
 
-DEMO_DRAFT = demo_model().with_name("draft")
 DRAIN = ("--drain-s", "2")
 PULLS = ("--pull-tokens", "64")
 DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2))  # stages, ranks
@@ -50,6 +49,11 @@ class StormLayout:
         """Return the flags of every worker; what they keep is in `folder`."""
         disk = ("--disk-cache", str(folder / "blocks")) if self.has_disk else ()
         return (*self.worker_flags, *disk)
+
+
+def draft_of(model: Path) -> Path | None:
+    """Return the draft model that is included for this model, or None."""
+    return model.with_name("draft") if model == demo_model() else None
 
 
 def usual_layout(seed: int, draft: Path | None) -> StormLayout:
