@@ -28,6 +28,8 @@ class CacheOnWorker:
             without those before; the last row, with 0, is of any time.
         queried_tokens: of prompts that may use the cache, since the worker's start.
         matched_tokens: of these, found in the cache.
+        sessions: that have a point.
+        retained_pages: kept longer for sessions.
         disk_bytes, max_disk_bytes: of the cache's copy on disk; 0 without one.
     """
 
@@ -41,6 +43,8 @@ class CacheOnWorker:
     idle_pages: tuple[tuple[float, int], ...] = ()
     queried_tokens: int = 0
     matched_tokens: int = 0
+    sessions: int = 0
+    retained_pages: int = 0
     disk_bytes: int = 0
     max_disk_bytes: int = 0
     error: str = ""
@@ -83,6 +87,8 @@ def _lines(cache: CacheOnWorker) -> Iterable[str]:
     if cache.pages:
         rows = ", ".join(f"{pages} {_within(s)}" for s, pages in cache.idle_pages if pages)
         yield f"last used: {rows}"
+    if cache.sessions:
+        yield f"sessions: {cache.sessions}, for which {cache.retained_pages} pages are kept longer"
     if cache.max_disk_bytes:
         used, most = cache.disk_bytes / MIB, cache.max_disk_bytes / MIB
         yield f"on disk: {used:.1f} of {most:.0f} MiB"
@@ -106,6 +112,8 @@ def _cache_of(worker: pb.WorkerCache) -> CacheOnWorker:
         tuple((row.at_most_s, row.pages) for row in worker.idle_pages),
         worker.queried_tokens,
         worker.matched_tokens,
+        worker.sessions,
+        worker.retained_pages,
         worker.disk.used_bytes,
         worker.disk.max_bytes,
         worker.error,

@@ -5,9 +5,11 @@ and not the conversation, and so does an error. Over a pipe, each line gets a re
 first error ends the program.
 """
 
+import secrets
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.chat_options import ChatOptions
 from baton.client import BatonClient
@@ -33,6 +35,7 @@ class Conversation:
     stop: Stop
     timeout_s: float | None
     history: list[ChatMessage] = field(default_factory=list)  # without the system message
+    session_id: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def clear(self) -> None:
         self.history.clear()
@@ -63,6 +66,7 @@ class Conversation:
             self.stop,
             tools=self.options.tools,
             template_arguments=self.options.template_arguments,
+            session_id=self.session_id,
         )
         said = ""
         reason = "interrupted"

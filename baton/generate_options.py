@@ -90,6 +90,21 @@ class GenerateOptions(CommandOptions):
     cache_salt: Annotated[
         str, typer.Option(help="Share cached prompts only with requests that have the same salt.")
     ] = ""
+    session: Annotated[
+        str,
+        typer.Option(
+            help="The conversation that this is a turn of: caches keep its newest turn for longer."
+        ),
+    ] = ""
+    retention_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for which caches keep this prompt longer; default with --session: 300."
+        ),
+    ] = None
+    end_session: Annotated[
+        bool, typer.Option("--end-session", help="No turn of the session will follow.")
+    ] = False
     timeout: Timeout = None
     as_json: AsJson = False
     tls_ca: TlsCa = None
@@ -126,6 +141,9 @@ class GenerateOptions(CommandOptions):
             structured_output=structured_output_of(self.json_schema, self.regex),
             prefix_cache=self.prefix_cache,
             cache_salt=self.cache_salt,
+            session_id=self.session,
+            retention_s=self.retention_s,
+            ends_session=self.end_session,
             tools=options.tools,
             template_arguments=options.template_arguments,
         )

@@ -2,6 +2,7 @@
 
 import json
 import random
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,14 @@ from rich.table import Table
 from baton import load_plot
 from baton.client import AsyncBatonClient
 from baton.load import Outcome, Slo, by_turn, errors_of, prompt_counts, summarize
-from baton.load_run import Endpoint, LoadConversation, LoadRequest, run_load, run_requests
+from baton.load_run import (
+    Endpoint,
+    LoadConversation,
+    LoadRequest,
+    named_sessions,
+    run_load,
+    run_requests,
+)
 from baton.load_run import Progress as RunProgress
 from baton.replays import begun, impatient, shrunk
 from baton.retry import DEFAULT_RETRY, NO_RETRY
@@ -73,6 +81,7 @@ class LoadSpec:
     shape: Shape
     slo: Slo
     trace: Path | None = None
+    sessions: bool = False
     speed: float = 1.0
     warm_up: int = 0
     seed: int = 0
@@ -134,6 +143,8 @@ async def measure(
     fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
     planned = fitting.planned
     requests = _requests(info, planned, spec)
+    if spec.sessions:
+        requests = named_sessions(requests, secrets.token_hex(8))
     if spec.warm_up:
         console.print(f"warming up with {spec.warm_up} requests", style="dim")
         await _warm_up(client, info, spec, planned)

@@ -89,6 +89,13 @@ class LoadOptions(CommandOptions):
             min=1, max=1_000_000, help="Divide the lengths of a trace, for smaller contexts."
         ),
     ] = 1
+    sessions: Annotated[
+        bool,
+        typer.Option(
+            "--sessions",
+            help="Name the session of each conversation, so that caches keep its newest turn longer.",
+        ),
+    ] = False
     too_long: Annotated[
         TooLong,
         typer.Option(
@@ -159,6 +166,7 @@ class LoadOptions(CommandOptions):
             ),
             slo=Slo(self.slo_ttft, self.slo_tpot),
             trace=self.trace,
+            sessions=self.sessions,
             speed=self.speed,
             warm_up=self.warm_up,
             seed=secrets.randbits(32) if self.seed is None else self.seed,

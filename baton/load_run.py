@@ -89,6 +89,28 @@ class LoadRequest:
     on_response: Callable[[Query, Sequence[int]], object] = _ignored
 
 
+def named_sessions(requests: Sequence[LoadRequest], prefix: str) -> list[LoadRequest]:
+    """Return the same load, in which the turns of each conversation name their session.
+
+    The last ones end it.
+    """
+    last = {request.session: place for place, request in enumerate(requests)}
+
+    def named(request: LoadRequest, place: int) -> Query:
+        return replace(
+            request.query(),
+            session_id=f"{prefix}-{request.session}",
+            ends_session=last[request.session] == place,
+        )
+
+    return [
+        request
+        if request.session is None
+        else replace(request, query=partial(named, request, place))
+        for place, request in enumerate(requests)
+    ]
+
+
 @dataclass
 class Progress:
     """Progress of a run."""

@@ -84,6 +84,10 @@ class Query:
     prompts; both change only the speed. Requests share cached pages only with requests of the same
     `cache_salt`.
 
+    Turns of one conversation share a `session_id`: caches keep what the newest turn left for
+    `retention_s` longer (300 s unless given), and what earlier ones left for shorter. With
+    `ends_session` no turn will follow. None of them changes the response.
+
     `resumed` continues a response of which these tokens have arrived, per choice
     (protos/baton/v1/generation.proto). A client does so for responses that it began.
 
@@ -106,6 +110,9 @@ class Query:
     speculate: bool | None = None
     prefix_cache: bool | None = None
     cache_salt: str = ""
+    session_id: str = ""
+    retention_s: float | None = None
+    ends_session: bool = False
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each resumed choice
     tools: tuple[Mapping[str, object], ...] = ()

@@ -78,7 +78,8 @@ class AsyncVllmEngineClient:
         Raises:
             InvalidRequestError: the prompt is not a list of token ids.
         """
-        call = self._stub.Generate(self._request(query), timeout=timeout_s)
+        metadata = (("baton-session-id", query.session_id),) if query.session_id else ()
+        call = self._stub.Generate(self._request(query), timeout=timeout_s, metadata=metadata)
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
             try:

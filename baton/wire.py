@@ -35,6 +35,9 @@ from baton.values import (
 from protos import generation_pb2 as pb
 from protos import types_pb2
 from runtime.errors import FieldViolation, InternalError, InvalidRequestError
+from runtime.session_limits import MAX_RETENTION_S
+
+KV_HINTS_VERSION = "0.1"
 
 _REASONS = {
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -92,13 +95,36 @@ def request_of(query: Query) -> pb.GenerateRequest:
             "speculate": query.speculate,
             "prefix_cache": query.prefix_cache,
             "cache_salt": query.cache_salt,
+            "session_id": query.session_id,
         },
     )
     _put_prompt(request, query)
+    _put_hints(request, query)
     for index, token_ids in enumerate(query.resumed):
         _put(request.resumed.add(), f"resumed[{index}].", {"ids": token_ids})
     _put(request, "", {"resumed_from": query.resumed_from})
     return request
+
+
+def _put_hints(request: pb.GenerateRequest, query: Query) -> None:
+    hints = dict[str, dict[str, object]]()
+    if query.retention_s is not None:
+        if not 0 <= query.retention_s <= MAX_RETENTION_S:
+            limits = f"must be between 0 and {MAX_RETENTION_S:.0f}, got {query.retention_s}"
+            raise InvalidRequestError(FieldViolation("retention_s", limits))
+        hints["kv.retain"] = {"ttl_seconds": query.retention_s}
+    if query.ends_session:
+        hints["kv.evict"] = {}
+    if not hints:
+        return
+    request.kv_hints.protocol_version = KV_HINTS_VERSION
+    for name, payload in hints.items():
+        request.kv_hints.actions.add(
+            action_id=name,
+            action_type=name,
+            action_version=KV_HINTS_VERSION,
+            payload=json.dumps(payload),
+        )
 
 
 def _put(message: Message, path: str, values: Mapping[str, object]) -> None:

@@ -1,6 +1,7 @@
 """Types of command line arguments: argparse reports their errors in one line, before any work."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return number
 
     return parsed
+
+
+def above_zero(text: str) -> float:
+    """Return a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
+    return number
 
 
 def trace_file(text: str) -> list[Planned]:

@@ -3,9 +3,13 @@
 Replays the prompts of a trace against `pool.prefix.tree`, with its choice of snapshots and
 evictions, and without a model: each prompt is computed instantly on arrival. TRACE is in Mooncake's
 format: JSON lines with `timestamp` (ms), `input_length` (tokens) and `hash_ids` (one per block;
-prompts are equal as long as their ids are). Memory of `--capacity` tokens is divided between pages
-and snapshots (`SNAPSHOT_SHARE`). `--state-tokens` is the size of a snapshot in tokens, 0 for a
-model without recurrent states.
+prompts are equal as long as their ids are), or a folder of agents' conversations
+(`baton.agent_traces`), which begin at random times, `--rate` a second. Memory of `--capacity`
+tokens is divided between pages and snapshots (`SNAPSHOT_SHARE`). `--state-tokens` is the size of a
+snapshot in tokens, 0 for a model without recurrent states.
+
+With `--sessions all` the prompts of every conversation name their session, with `odd` those of
+every other one; with `--ends` the last one also says that it is the last.
 """
 
 import argparse
@@ -16,10 +20,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.arguments import at_least
+from baton.replays import begun
+from baton.traces import read_trace as read_conversations
+from baton.workload import Arrivals
+from bench.arguments import above_zero, at_least
 from bench.report import Value, render
+from engine.core.request import CacheSession
 from pool.prefix.resume_rule import ResumeRule
 from pool.prefix.tree import SNAPSHOT_SHARE, Changed, PrefixTree
+from router.request.cache_hints import RETENTION_S
 from runtime.clock import ManualClock
 from runtime.errors import ConfigError
 
@@ -31,6 +40,48 @@ class TracedPrompt:
     at_s: float
     num_tokens: int
     blocks: tuple[bytes, ...]
+    conversation: int = 0
+    session: CacheSession | None = None
+
+
+_KINDS = ("even", "odd")
+
+
+def _block(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def read_agents(
+    folder: Path, rate: float, sessions: str, retention_s: float, *, tell_ends: bool
+) -> list[TracedPrompt]:
+    """Return the prompts of recorded conversations, which begin at `rate` a second.
+
+    `sessions` says which name their sessions: none, odd or all.
+
+    Raises:
+        ConfigError: the recordings cannot be read.
+    """
+    planned = begun(read_conversations(folder).planned, Arrivals(rate=rate), seed=1)
+    last = {item.turn.session: item for item in planned if item.turn}
+    prompts = []
+    for item in planned:
+        if item.turn is None:
+            raise ConfigError(f"{folder} has requests of no conversation", field="trace")
+        number = item.turn.session
+        is_last = item is last[number]
+        session = CacheSession(_block(number), b"", retention_s, ends=tell_ends and is_last)
+        blocks = item.blocks[: item.prompt_tokens // item.block_tokens]
+        names_session = sessions == "all" or (sessions == "odd" and number % 2 == 1)
+        prompts.append(
+            TracedPrompt(
+                item.at_s,
+                item.prompt_tokens,
+                tuple(map(_block, blocks)),
+                number,
+                session if names_session else None,
+            )
+        )
+    return prompts
 
 
 def read_trace(path: Path, block_tokens: int) -> Iterator[TracedPrompt]:
@@ -48,10 +99,7 @@ def _prompt(line: str, where: str, block_tokens: int) -> TracedPrompt:
         entry = json.loads(line)
         at_s = float(entry["timestamp"]) / 1000
         num_tokens = int(entry["input_length"])
-        names = tuple(
-            int(item).to_bytes(8, "little")
-            for item in entry["hash_ids"][: num_tokens // block_tokens]
-        )
+        names = tuple(_block(int(item)) for item in entry["hash_ids"][: num_tokens // block_tokens])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{where}: needs timestamp, input_length and hash_ids ({error!r})", field="trace"
@@ -72,7 +120,9 @@ class CachedPool:
         self._rule = rule
         self._leased: set[int] = set()
         self._kept: set[int] = set()
-        self._tree = PrefixTree(rule, self._clock, is_page_held=self._leased.__contains__)
+        self._tree = PrefixTree(
+            rule, self._clock, is_page_held=self._leased.__contains__, num_pages=num_pages
+        )
         self.journal = self._tree.journal
         self._pages, self._slots = list(range(1, num_pages + 1)), list(range(1, num_slots + 1))
 
@@ -80,21 +130,21 @@ class CachedPool:
         """Compute a prompt; return the number of its tokens that were cached."""
         self._clock.advance(prompt.at_s - self._clock.now())
         found = self._tree.find(prompt.blocks, prompt.num_tokens)
-        self._tree.resumed(prompt.blocks, found.num_tokens)
+        self._tree.resumed(prompt.blocks, found.num_tokens, prompt.session)
         self._leased.update(found.page_ids)
         pages = [*found.page_ids, *self._lease_pages(len(prompt.blocks) - len(found.page_ids))]
         for num_tokens in found.snapshot_tokens:
-            self._insert(
-                prompt.blocks[: num_tokens // self._rule.block_tokens], pages, self._take_slot()
-            )
+            self._insert(prompt, num_tokens // self._rule.block_tokens, pages, self._take_slot())
         if not self._rule.has_states:
-            self._insert(prompt.blocks, pages, None)
+            self._insert(prompt, len(prompt.blocks), pages, None)
         self._pages += self._leased - self._kept
         self._leased.clear()
         return found.num_tokens
 
-    def _insert(self, blocks: Sequence[bytes], pages: Sequence[int], slot: int | None) -> None:
-        taken = self._tree.insert(blocks, pages, slot)
+    def _insert(
+        self, prompt: TracedPrompt, count: int, pages: Sequence[int], slot: int | None
+    ) -> None:
+        taken = self._tree.insert(prompt.blocks[:count], pages, slot, prompt.session)
         self._kept.update(taken.page_ids)
         if slot is not None and not taken.slot_ids:
             self._slots.append(slot)
@@ -136,7 +186,8 @@ def replay(
     pool = CachedPool(
         ResumeRule(block_tokens, block_tokens, has_states=state_tokens > 0), num_pages, num_slots
     )
-    num_prompts = num_tokens = num_hit = 0
+    num_prompts = 0
+    num_tokens, num_hit = [0, 0], [0, 0]  # of even conversations, and of odd ones
     for prompt in prompts:
         if len(prompt.blocks) > num_pages:
             raise ConfigError(
@@ -145,15 +196,23 @@ def replay(
                 field="capacity",
             )
         num_prompts += 1
-        num_tokens += prompt.num_tokens
-        num_hit += pool.compute(prompt)
+        num_tokens[prompt.conversation % 2] += prompt.num_tokens
+        num_hit[prompt.conversation % 2] += pool.compute(prompt)
     return {
         "prompts": num_prompts,
-        "tokens": num_tokens,
+        "tokens": sum(num_tokens),
         "capacity": capacity,
         "state_tokens": state_tokens,
         "snapshot_slots": num_slots,
-        "token_hit": num_hit / max(1, num_tokens),
+        "token_hit": sum(num_hit) / max(1, sum(num_tokens)),
+        **(
+            {
+                f"token_hit_{kind}": num_hit[each] / num_tokens[each]
+                for each, kind in enumerate(_KINDS)
+            }
+            if all(num_tokens)
+            else {}
+        ),
     }
 
 
@@ -177,10 +236,26 @@ def main() -> int:
     parser.add_argument(
         "--block-tokens", type=at_least(1), default=512, help="tokens per hash id; default 512"
     )
+    parser.add_argument(
+        "--rate", type=above_zero, default=0.02, help="conversations a second; default 0.02"
+    )
+    parser.add_argument("--sessions", choices=("none", "odd", "all"), default="none")
+    parser.add_argument("--ends", action="store_true")
+    parser.add_argument("--retention", type=at_least(0), default=RETENTION_S, help="in seconds")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    prompts = read_trace(flags.trace, flags.block_tokens)
     try:
+        prompts = (
+            read_agents(
+                flags.trace,
+                flags.rate,
+                flags.sessions,
+                flags.retention,
+                tell_ends=flags.ends,
+            )
+            if flags.trace.is_dir()
+            else read_trace(flags.trace, flags.block_tokens)
+        )
         values = replay(prompts, flags.capacity, flags.state_tokens, flags.block_tokens)
     except ConfigError as error:
         print(f"bench.cache_policy: {error}", file=sys.stderr)

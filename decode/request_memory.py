@@ -136,7 +136,7 @@ class RequestMemory:
             entry.compatibility = ""
             entry.blocks = ()
         if not self.cache.has_states:
-            self.cache.insert(entry.blocks, entry.pages.page_ids)
+            self.cache.insert(entry.blocks, entry.pages.page_ids, session=entry.request.session)
 
     def keep_generated(self, entry: DecodeEntry) -> None:
         """Cache the sampled tokens of an entry that writes no more, after its prompt.
@@ -153,7 +153,9 @@ class RequestMemory:
                 known=entry.blocks,
             )
             self.cache.insert(
-                entry.blocks[: entry.num_final // self.limits.page_size], entry.pages.page_ids
+                entry.blocks[: entry.num_final // self.limits.page_size],
+                entry.pages.page_ids,
+                session=entry.request.session,
             )
 
     def _readable(self, entry: DecodeEntry) -> Found:
@@ -171,7 +173,7 @@ class RequestMemory:
             pages_for_tokens(wanted, self.limits.page_size),
             shared=found.page_ids,
         )
-        self.cache.resume(entry.blocks, found)
+        self.cache.resume(entry.blocks, found, entry.request.session)
 
 
 def occupancy_of(

@@ -62,6 +62,8 @@ class PoolCachesService(caches_pb2_grpc.CachesServicer):
             points=caches[0].journal.num_points if caches else 0,  # the data ranks share it
             snapshots=sum(len(cache.slots.ledger.kept_ids()) for cache in caches),
             idle_pages=idle if caches else (),
+            sessions=sum(cache.num_sessions for cache in caches),
+            retained_pages=sum(cache.num_retained for cache in caches),
         )
 
     def _count(self, what: str) -> int:

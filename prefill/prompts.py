@@ -195,7 +195,7 @@ class PromptCache(PrefixCache):
             return
         entry.num_cached = found.num_tokens
         entry.wanted_snapshots = found.snapshot_tokens
-        self.resume(entry.blocks, found)
+        self.resume(entry.blocks, found, entry.request.session)
         self.metrics.queried.inc(len(entry.request.prompt_token_ids))
         self.metrics.matched.inc(found.num_tokens)
         self.metrics.reused.inc(found.num_tokens)
@@ -258,7 +258,7 @@ class PromptCache(PrefixCache):
     def _leave(
         self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None
     ) -> None:
-        self.insert(entry.blocks[:count], page_ids, slot_id)
+        self.insert(entry.blocks[:count], page_ids, slot_id, session=entry.request.session)
         coming = self._coming
         # Only new blocks are visited: a long prompt has many chunks and even more blocks.
         for block in entry.blocks[entry.num_left : count]:

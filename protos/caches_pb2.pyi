@@ -17,7 +17,7 @@ class ListCachesResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerCache, _Mapping]]] = ...) -> None: ...
 
 class WorkerCache(_message.Message):
-    __slots__ = ("role", "address", "error", "page_tokens", "pages_total", "pages", "points", "snapshots", "idle_pages", "queried_tokens", "matched_tokens", "disk")
+    __slots__ = ("role", "address", "error", "page_tokens", "pages_total", "pages", "points", "snapshots", "idle_pages", "queried_tokens", "matched_tokens", "disk", "sessions", "retained_pages")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class WorkerCache(_message.Message):
     QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_PAGES_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     error: str
@@ -42,7 +44,9 @@ class WorkerCache(_message.Message):
     queried_tokens: int
     matched_tokens: int
     disk: DiskUse
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., error: _Optional[str] = ..., page_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages: _Optional[int] = ..., points: _Optional[int] = ..., snapshots: _Optional[int] = ..., idle_pages: _Optional[_Iterable[_Union[IdlePages, _Mapping]]] = ..., queried_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., disk: _Optional[_Union[DiskUse, _Mapping]] = ...) -> None: ...
+    sessions: int
+    retained_pages: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., error: _Optional[str] = ..., page_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages: _Optional[int] = ..., points: _Optional[int] = ..., snapshots: _Optional[int] = ..., idle_pages: _Optional[_Iterable[_Union[IdlePages, _Mapping]]] = ..., queried_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., disk: _Optional[_Union[DiskUse, _Mapping]] = ..., sessions: _Optional[int] = ..., retained_pages: _Optional[int] = ...) -> None: ...
 
 class IdlePages(_message.Message):
     __slots__ = ("at_most_s", "pages")

@@ -54,7 +54,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[str]] = ..., template_arguments: _Optional[str] = ..., continue_final_message: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "num_top_logprobs", "priority", "skip_text", "speculate", "n", "structured_output", "num_prompt_logprobs", "resumed", "resumed_from", "prefix_cache", "cache_salt")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "num_top_logprobs", "priority", "skip_text", "speculate", "n", "structured_output", "num_prompt_logprobs", "resumed", "resumed_from", "prefix_cache", "cache_salt", "session_id", "kv_hints")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,8 @@ class GenerateRequest(_message.Message):
     RESUMED_FROM_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -91,7 +93,31 @@ class GenerateRequest(_message.Message):
     resumed_from: _containers.RepeatedScalarFieldContainer[str]
     prefix_cache: bool
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., skip_text: _Optional[bool] = ..., speculate: _Optional[bool] = ..., n: _Optional[int] = ..., structured_output: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ..., resumed_from: _Optional[_Iterable[str]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    session_id: str
+    kv_hints: KvHints
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., skip_text: _Optional[bool] = ..., speculate: _Optional[bool] = ..., n: _Optional[int] = ..., structured_output: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ..., resumed_from: _Optional[_Iterable[str]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., kv_hints: _Optional[_Union[KvHints, _Mapping]] = ...) -> None: ...
+
+class KvHints(_message.Message):
+    __slots__ = ("protocol_version", "message_id", "actions")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: str
+    message_id: str
+    actions: _containers.RepeatedCompositeFieldContainer[KvHintAction]
+    def __init__(self, protocol_version: _Optional[str] = ..., message_id: _Optional[str] = ..., actions: _Optional[_Iterable[_Union[KvHintAction, _Mapping]]] = ...) -> None: ...
+
+class KvHintAction(_message.Message):
+    __slots__ = ("action_id", "action_type", "action_version", "payload")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTION_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ACTION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: str
+    def __init__(self, action_id: _Optional[str] = ..., action_type: _Optional[str] = ..., action_version: _Optional[str] = ..., payload: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "pulled_tokens", "disk_tokens")

@@ -102,7 +102,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "num_top_logprobs", "priority", "speculate", "num_prompt_logprobs", "structured_output", "prefix_cache", "cache_salt", "adapter")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "num_top_logprobs", "priority", "speculate", "num_prompt_logprobs", "structured_output", "prefix_cache", "cache_salt", "adapter", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class EngineRequest(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -131,7 +132,20 @@ class EngineRequest(_message.Message):
     prefix_cache: bool
     cache_salt: str
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., speculate: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    session: CacheSession
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., speculate: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[_Union[CacheSession, _Mapping]] = ...) -> None: ...
+
+class CacheSession(_message.Message):
+    __slots__ = ("digest", "client", "retention_s", "ends")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_S_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    client: bytes
+    retention_s: float
+    ends: bool
+    def __init__(self, digest: _Optional[bytes] = ..., client: _Optional[bytes] = ..., retention_s: _Optional[float] = ..., ends: _Optional[bool] = ...) -> None: ...
 
 class RequestContext(_message.Message):
     __slots__ = ("time_left_s", "traceparent", "tracestate")

@@ -155,6 +155,9 @@ def _any_question(rng: random.Random, prompt: Sequence[int]) -> Query:
         drawn,
         num_top_logprobs=drawn.num_top_logprobs or 0,
         cache_salt=rng.choice(("", "", "salt")),
+        session_id=rng.choice(("", "one", "two")),
+        retention_s=rng.choice((None, None, 0.0, 3600.0)),
+        ends_session=rng.random() < 0.1,
         prefix_cache=rng.choice((None, None, False)),
         speculate=rng.choice((None, None, False)),
     )

@@ -45,6 +45,24 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class CacheSession:
+    """The session whose resume points a request leaves in caches.
+
+    Attributes:
+        digest: names the session and its client.
+        client: names the client, to which what its sessions retain is charged.
+        retention_s: how much longer the cache keeps the point, as long as no newer one of the
+            session supersedes it.
+        ends: whether no later request of the session will come.
+    """
+
+    digest: bytes
+    client: bytes
+    retention_s: float
+    ends: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """One generation request.
 
@@ -66,6 +84,7 @@ class Request:
     uses_cache: bool = True
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     adapter: str = ""  # the adapter whose updates the model's projections get; empty: none
+    session: CacheSession | None = None  # never changes the output
 
     @property
     def needs_output(self) -> bool:

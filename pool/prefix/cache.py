@@ -6,7 +6,7 @@ from functools import cached_property
 
 from prometheus_client import CollectorRegistry
 
-from engine.core.request import Request
+from engine.core.request import CacheSession, Request
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.prefix.journal import PointJournal
 from pool.prefix.resume_rule import ResumeRule
@@ -51,8 +51,8 @@ class PrefixCache:
     # Owners of leases that are not those of requests.
     holders: frozenset[str] = frozenset()
     epoch: int = 0  # number of times that everything was evicted
-    # Pages and snapshots already counted in the metrics, which the data ranks share.
-    _shown_size: tuple[int, int] = (0, 0)
+    # What is already counted in the metrics, which the data ranks share.
+    _shown_size: tuple[int, ...] = (0, 0, 0, 0)
 
     def __post_init__(self) -> None:
         if self.rule is not None:
@@ -98,10 +98,12 @@ class PrefixCache:
             return ()
         return blocks[: self.rule.last_point(len(request.prompt_token_ids))]
 
-    def resume(self, blocks: Sequence[bytes], found: Found) -> None:
-        """Note that a request has leased what was found."""
+    def resume(
+        self, blocks: Sequence[bytes], found: Found, session: CacheSession | None = None
+    ) -> None:
+        """Note that a request, of a session or of none, has leased what was found."""
         if self.rule is not None:
-            self._tree.resumed(blocks, found.num_tokens)
+            self._tree.resumed(blocks, found.num_tokens, session)
 
     def insert(
         self,
@@ -109,15 +111,17 @@ class PrefixCache:
         page_ids: Sequence[int],
         slot_id: int | None = None,
         *,
+        session: CacheSession | None = None,
         notify: bool = True,
     ) -> None:
         """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot.
 
-        With `notify` the new ones are reported to `on_stored`.
+        The session, if there is one, resumes after the last block. With `notify` the new ones are
+        reported to `on_stored`.
         """
         if self.rule is None:
             return
-        taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id)
+        taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id, session)
         self.pages.ledger.keep(taken.page_ids)
         self.slots.ledger.keep(taken.slot_ids)
         self._show_size()
@@ -136,6 +140,16 @@ class PrefixCache:
         self._gave_up(given, "flush")
         return len(given.page_ids)
 
+    @property
+    def num_sessions(self) -> int:
+        """Return the number of sessions of which the cache has a point."""
+        return 0 if self.rule is None else self._tree.sessions.num_sessions
+
+    @property
+    def num_retained(self) -> int:
+        """Return the number of pages that it keeps longer for sessions."""
+        return 0 if self.rule is None else self._tree.sessions.num_retained
+
     def idle_pages(self) -> list[tuple[float, int]]:
         """Return what `PrefixTree.idle_pages` does."""
         return [] if self.rule is None else self._tree.idle_pages()
@@ -149,6 +163,7 @@ class PrefixCache:
             is_page_held=self.pages.ledger.is_leased,
             is_slot_held=self.slots.ledger.is_leased,
             journal=self.journal,
+            num_pages=self.pages.num_total,
         )
 
     def _evict_pages(self, count: int) -> Sequence[int]:
@@ -170,9 +185,15 @@ class PrefixCache:
         self._show_size()
 
     def _show_size(self) -> None:
-        size = self._tree.num_pages, len(self.slots.ledger.kept_ids())
-        for gauge, now, shown in zip(
-            (self.metrics.pages, self.metrics.snapshots), size, self._shown_size, strict=True
-        ):
-            gauge.inc(now - shown)
+        size = (
+            self._tree.num_pages,
+            len(self.slots.ledger.kept_ids()),
+            self.num_sessions,
+            self.num_retained,
+        )
+        metrics = self.metrics
+        gauges = metrics.pages, metrics.snapshots, metrics.sessions, metrics.retained
+        for gauge, now, shown in zip(gauges, size, self._shown_size, strict=True):
+            if now != shown:
+                gauge.inc(now - shown)
         self._shown_size = size

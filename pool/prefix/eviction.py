@@ -1,64 +1,16 @@
 """The order in which a prefix tree gives up its entries."""
 
 import heapq
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain, count
+from collections.abc import Callable, Iterable
+from itertools import count
 from math import inf, log2
+
+from pool.prefix.runs import BlockRun
 
 # Chosen by bench.cache_policy on a trace of conversations.
 HALF_LIFE_S = 120.0  # seconds after which an unused prompt is half as likely to be used again
 HIT_WEIGHT = 3  # each reuse adds this much to the likelihood; 1 is that of a never reused prompt
 _SPARE_ENTRIES = 64
-
-
-@dataclass(eq=False, slots=True)
-class BlockRun:
-    """Blocks that follow each other without a branch; at least one, except for the root.
-
-    `start` counts the blocks before it. All other attributes describe its last block, after which
-    branches begin. The other blocks were not used since and have no snapshot.
-    """
-
-    names: list[bytes]
-    page_ids: "array[int]"
-    parent: "BlockRun | None"
-    start: int
-    used_s: float
-    slot_id: int | None = None  # slot of its snapshot
-    num_saved: int = 0  # blocks that need not be computed with this snapshot
-    num_children: int = 0
-    num_hits: int = 0  # prompts that resumed here
-
-    @property
-    def depth(self) -> int:
-        """Return the number of blocks from the root to its last one."""
-        return self.start + len(self.names)
-
-    def has_at(self, index: int, name: bytes) -> bool:
-        """Return whether the block at this index from the root is in the run, and has this name."""
-        return self.start <= index < self.depth and self.names[index - self.start] == name
-
-    def pages_to(self, depth: int) -> tuple[int, ...]:
-        """Return the pages of the first `depth` blocks, the last of which is in the run."""
-        parts = []
-        run = self
-        while run.parent is not None:
-            parts.append(run.page_ids[: depth - run.start])
-            depth = run.start
-            run = run.parent
-        return tuple(chain.from_iterable(reversed(parts)))
-
-    @property
-    def can_grow(self) -> bool:
-        """Return whether a block after its last one may join the run."""
-        return self.is_bare and not self.num_hits
-
-    @property
-    def is_bare(self) -> bool:
-        """Return whether its last block has neither a branch nor a snapshot. False for the root."""
-        return not self.num_children and self.slot_id is None and self.parent is not None
 
 
 class EvictionOrder:
@@ -116,13 +68,24 @@ def worth(run: BlockRun) -> float:
 
     It is the logarithm of how likely a prompt is to resume there soon.
     """
-    return (
-        run.used_s + HALF_LIFE_S * log2(1 + HIT_WEIGHT * run.num_hits)
-        if run.num_hits
-        else run.used_s
-    )
+    value = run.used_s + run.boost_s
+    return value + HALF_LIFE_S * log2(1 + HIT_WEIGHT * run.num_hits) if run.num_hits else value
 
 
 def snapshot_worth(run: BlockRun) -> float:
     """Return the worth of its snapshot, which includes the blocks that the snapshot saves."""
     return worth(run) + HALF_LIFE_S * log2(run.num_saved)
+
+
+def idle_pages(runs: Iterable[BlockRun], now_s: float) -> list[tuple[float, int]]:
+    """Return the pages of a tree, of all its runs, by when a prompt last went through them.
+
+    Each item is of one run: the seconds since then, and the number of pages.
+    """
+    used_s: dict[BlockRun, float] = {}
+    for run in runs:
+        latest_s, node = run.used_s, run
+        while node.parent is not None and used_s.get(node, -inf) < latest_s:
+            used_s[node] = latest_s
+            node = node.parent
+    return [(now_s - at_s, len(run.names)) for run, at_s in used_s.items()]

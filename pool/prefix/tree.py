@@ -20,9 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from pool.prefix.eviction import BlockRun, EvictionOrder, snapshot_worth, worth
+from engine.core.request import CacheSession
+from pool.prefix.eviction import EvictionOrder, idle_pages, snapshot_worth, worth
 from pool.prefix.journal import PointJournal
 from pool.prefix.resume_rule import ResumeRule
+from pool.prefix.runs import BlockRun
+from pool.prefix.sessions import RETAINED_SHARE, RetainedPoints
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
@@ -77,8 +80,9 @@ class PrefixTree:
         is_page_held: Callable[[int], bool] = _never,
         is_slot_held: Callable[[int], bool] = _never,
         journal: PointJournal | None = None,
+        num_pages: float = inf,
     ) -> None:
-        """Create an empty tree.
+        """Create an empty tree for a pool of `num_pages`.
 
         Held ids are evicted last; after that only their holders have them.
         """
@@ -96,6 +100,7 @@ class PrefixTree:
         self.journal.follow(self._runs if self._points is None else self._points)
         self._leaves = EvictionOrder(worth)
         self._snapshots = EvictionOrder(snapshot_worth)
+        self.sessions = RetainedPoints(num_pages / RETAINED_SHARE, self._put)
 
     @property
     def num_pages(self) -> int:
@@ -145,22 +150,30 @@ class PrefixTree:
         run = self._runs.get(name)
         return run.slot_id if run is not None and run.names[-1] == name else None
 
-    def resumed(self, names: Sequence[bytes], num_tokens: int) -> None:
+    def resumed(
+        self, names: Sequence[bytes], num_tokens: int, session: CacheSession | None = None
+    ) -> None:
         """Note that a prompt resumes after `num_tokens`, as `find` returned.
 
-        The tree may have evicted the blocks since, even if they are held, when nothing else was
-        left.
+        The blocks may have been evicted since, even if they are held, if nothing else was left.
         """
         depth = num_tokens // self._rule.block_tokens
         if depth and names[depth - 1] in self._runs:
             run = self._ending_at(names, depth)
             run.num_hits += 1
+            self.sessions.used(run, session)
             self._use(run)
 
     def insert(
-        self, names: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
+        self,
+        names: Sequence[bytes],
+        page_ids: Sequence[int],
+        slot_id: int | None = None,
+        session: CacheSession | None = None,
     ) -> Changed:
         """Store computed blocks with their pages, and the state after the last in `slot_id`.
+
+        The session, if there is one, resumes after the last block.
 
         Return the ids that the tree took over; those of blocks and states that it already had are
         left out.
@@ -182,7 +195,7 @@ class PrefixTree:
         taken = Changed(page_ids=list(page_ids[known : len(names)]))
         run = self._ending_at(names, known)
         if taken.page_ids:
-            run = self._grown(run, names[known:], taken.page_ids)
+            run = self._grown(run, names[known:], taken.page_ids, session)
         if not self._rule.has_states:
             points = [
                 names[depth - 1] for depth in self._rule.points(range(known + 1, len(names) + 1))
@@ -199,6 +212,8 @@ class PrefixTree:
         if points:
             self.journal.stored(points)
         self._use(run)
+        if session is not None:
+            self.sessions.add(run, session)
         return taken
 
     def evict_pages(self, num_pages: int) -> Changed:
@@ -233,18 +248,8 @@ class PrefixTree:
         return given
 
     def idle_pages(self) -> list[tuple[float, int]]:
-        """Return the pages by the seconds since a prompt last went through them.
-
-        Each item is of one run: seconds, number of pages.
-        """
-        used_s: dict[BlockRun, float] = {}
-        for run in set(self._runs.values()):
-            latest_s, node = run.used_s, run
-            while node.parent is not None and used_s.get(node, -inf) < latest_s:
-                used_s[node] = latest_s
-                node = node.parent
-        now_s = self._clock.now()
-        return [(now_s - at_s, len(run.names)) for run, at_s in used_s.items()]
+        """Return what `pool.prefix.eviction.idle_pages` does of all runs."""
+        return idle_pages(set(self._runs.values()), self._clock.now())
 
     def clear(self) -> Changed:
         """Evict everything."""
@@ -273,14 +278,8 @@ class PrefixTree:
         """
         if not self._rule.has_states:
             return ()
-        depths = sorted(
-            {
-                depth
-                for depth in (self._rule.point_before(min(known, last)), last)
-                if depth > resumed
-            }
-        )
-        return tuple(depth * self._rule.block_tokens for depth in depths)
+        depths = sorted({self._rule.point_before(min(known, last)), last})
+        return tuple(depth * self._rule.block_tokens for depth in depths if depth > resumed)
 
     def _ending_at(self, names: Sequence[bytes], depth: int) -> BlockRun:
         """Return the run that ends with this stored block, splitting a longer run if needed."""
@@ -302,12 +301,18 @@ class PrefixTree:
         self._runs.update(dict.fromkeys(first.names, first))
         return first
 
-    def _grown(self, run: BlockRun, names: Sequence[bytes], page_ids: Sequence[int]) -> BlockRun:
+    def _grown(
+        self,
+        run: BlockRun,
+        names: Sequence[bytes],
+        page_ids: Sequence[int],
+        session: CacheSession | None,
+    ) -> BlockRun:
         """Append blocks after the last one of a run, and return the run that ends with them.
 
         A long prompt has thousands.
         """
-        if run.can_grow:
+        if run.can_grow(session):
             run.names += names
             run.page_ids.extend(page_ids)
         else:
@@ -319,8 +324,11 @@ class PrefixTree:
 
     def _use(self, run: BlockRun) -> None:
         run.used_s = self._clock.now()
-        if not run.num_children and run is not self._root:
-            self._leaves.put(run)
+        self._put(run)
+
+    def _put(self, run: BlockRun) -> None:
+        """Put a run into the eviction orders at its present worth."""
+        self._put_leaf(run)
         if run.slot_id is not None:
             self._snapshots.put(run)
 
@@ -337,6 +345,7 @@ class PrefixTree:
         self._remove_points(run.names[-1:])
         run.slot_id = None
         self._snapshots.discard(run)
+        self.sessions.forget(run)
         while run.is_bare:
             run = self._shortened(run, len(run.names), given)
         self._put_leaf(run)
@@ -352,7 +361,7 @@ class PrefixTree:
         """
         num_gone = 1
         run.num_hits = 0
-        if run.used_s < self._leaves.least:
+        if worth(run) < self._leaves.least:
             most = min(count, len(run.names))
             while num_gone < most and not is_held(run.page_ids[-num_gone - 1]):
                 num_gone += 1
@@ -379,6 +388,7 @@ class PrefixTree:
         self._leaves.discard(run)
         if run.names:
             return run
+        self.sessions.forget(run)
         assert run.parent is not None
         run.parent.num_children -= 1
         run.parent.used_s = max(run.parent.used_s, run.used_s)

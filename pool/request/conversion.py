@@ -7,12 +7,13 @@ because clients other than routers may reach its port.
 import math
 from collections.abc import Iterator, Sequence
 
-from engine.core.request import Request, SampledToken, SamplingParams, TokenLogprobs
+from engine.core.request import CacheSession, Request, SampledToken, SamplingParams, TokenLogprobs
 from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import MAX_GRAMMAR_BYTES
 from runtime.rpc.unknown_fields import unknown_fields
+from runtime.session_limits import DIGEST_BYTES, MAX_RETENTION_S
 
 MAX_TOP_LOGPROBS = 20
 MAX_LISTED_TOKENS = 1024  # biases, and stop tokens; routers accept fewer stop tokens
@@ -51,7 +52,12 @@ def request_from_proto(
         uses_cache=message.prefix_cache or not message.HasField("prefix_cache"),
         cache_salt=message.cache_salt,
         adapter=message.adapter,
+        session=_session(message.session) if message.HasField("session") else None,
     )
+
+
+def _session(session: pb.CacheSession) -> CacheSession:
+    return CacheSession(session.digest, session.client, session.retention_s, session.ends)
 
 
 async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None:
@@ -157,7 +163,23 @@ def _violations(
         found.append(
             FieldViolation("structured_output", f"must have at most {MAX_GRAMMAR_BYTES} bytes")
         )
-    return [*found, *_sampling_violations(message.sampling)]
+    return [*found, *_session_violations(message), *_sampling_violations(message.sampling)]
+
+
+def _session_violations(message: pb.EngineRequest) -> Iterator[FieldViolation]:
+    if not message.HasField("session"):
+        return
+    session = message.session
+    for field, name in (("digest", session.digest), ("client", session.client)):
+        if len(name) != DIGEST_BYTES:
+            yield FieldViolation(
+                f"session.{field}", f"must have {DIGEST_BYTES} bytes, got {len(name)}"
+            )
+    if not 0 <= session.retention_s <= MAX_RETENTION_S:
+        yield FieldViolation(
+            "session.retention_s",
+            f"must be between 0 and {MAX_RETENTION_S:.0f}, got {session.retention_s}",
+        )
 
 
 def _sampling_violations(sampling: pb.SamplingParams) -> Iterator[FieldViolation]:

@@ -14,6 +14,7 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.answer import Answer, Output, ResponseQueue
+from router.request.cache_hints import cache_session, outcomes, session_named
 from router.request.choices import choice_of, run_together
 from router.request.client_limits import ClientLimits, LimitsFile, NamedLimits
 from router.request.flow import RequestFlow, Services
@@ -146,6 +147,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         checked.engine.request_id = call.request_id
         if self._limits.salts_by_client:
             checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
+        self._set_session(checked.engine, request, call)
         outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         hold = self._quotas.reserve(caller.account, named, self._charge(checked, named.limits))
         try:
@@ -158,6 +160,26 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         # In a callback, because the handler may be cancelled at any await, and more than once.
         task.add_done_callback(lambda done: self._ended(key, hold, checked, call, done))
         return task
+
+    def _set_session(
+        self,
+        engine: types_pb2.EngineRequest,
+        request: generation_pb2.GenerateRequest,
+        call: GenerateCall,
+    ) -> None:
+        """Name the session of a request for the workers, as its hints ask."""
+        hints, found = outcomes(request.kv_hints)
+        for action, outcome in found:
+            self._services.metrics.kv_hints.labels(action, outcome).inc()
+        session = cache_session(
+            session_named(request, dict(call.context.invocation_metadata() or ())),
+            hints,
+            client=call.caller.account,
+            salt=engine.cache_salt,
+            request_id=engine.request_id,
+        )
+        if session is not None:
+            engine.session.CopyFrom(session)
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: Context

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from protos import generation_pb2, types_pb2
+from router.request.cache_hints import hint_violations
 from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
 from router.request.priorities import MAX_PRIORITY
 from router.request.resumption import (
@@ -113,6 +114,7 @@ async def admissible(
     violations = [
         *unknown_fields(request),
         *_identity(request, most_urgent),
+        *hint_violations(request),
         *_prompt(request, facts, text_tokenizer),
         *_sampling(request.sampling, facts),
         *_stop(request, facts, text_tokenizer),

@@ -5,6 +5,7 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.load_run import named_sessions
 from baton.transcripts import Transcript, recorded_requests
 from baton.values import ModelInfo
 from baton.workload import Planned, Tokens, Turn
@@ -72,6 +73,24 @@ def test_conversations_share_blocks_of_the_same_number_and_no_other() -> None:
     assert one == two
     assert one[:4] == three[:4]
     assert one[4:] != three[4:]
+
+
+def test_the_turns_of_a_conversation_may_name_its_session() -> None:
+    """The last one ends it; a request of no conversation names none."""
+    planned = [
+        Planned(float(at), 4, 2, (), turn=None if session is None else Turn(session, number))
+        for at, (session, number) in enumerate(((0, 0), (1, 0), (None, 0), (0, 1)))
+    ]
+    queries = [
+        request.query()
+        for request in named_sessions(recorded_requests(INFO, planned, seed=1), "run")
+    ]
+    assert [(query.session_id, query.ends_session) for query in queries] == [
+        ("run-0", False),
+        ("run-1", True),
+        ("", False),
+        ("run-0", True),
+    ]
 
 
 def test_requests_without_a_turn_are_those_of_no_conversation() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from bench.cache_bound import main as cache_bound
 from bench.cache_policy import main as cache_policy
-from bench.cache_policy import read_trace, replay
+from bench.cache_policy import read_agents, read_trace, replay
 
 # A conversation of two turns, another one that begins with the same block, and the first one's
 # second turn again.
@@ -52,6 +52,25 @@ def test_with_states_a_prompt_resumes_at_ends_and_branches(trace: Path) -> None:
 def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
     """Three pages: the third prompt evicts the block of the second alone, since it needs a page."""
     assert token_hit(trace, 48, 0) == (0 + 2 + 1 + 2) * 16 / 200
+
+
+# The first agent has three turns with nothing in common. They come between the second and the third
+# turn of the other one, whose second turn drops the end of its first, and whose third is the same.
+AGENTS = {
+    "0.json": [(30, 33, (1, 2)), (31, 33, (3, 4)), (32, 33, (5, 6))],
+    "1.json": [(0, 65, (1, 2, 3, 4)), (1, 65, (1, 2, 3, 5)), (50, 65, (1, 2, 3, 5))],
+}
+
+
+@pytest.mark.parametrize(("sessions", "hits"), [("none", 3 + 3), ("odd", 3 + 4)])
+def test_a_session_keeps_its_newest_turn(sessions: str, hits: int, tmp_path: Path) -> None:
+    """Eight pages of 16 tokens: three of eleven are evicted, first those that are used once. With its
+    session named, the second agent loses only the end of its first turn."""
+    for name, calls in AGENTS.items():
+        requests = [{"t": t, "in": n, "out": 1, "hash_ids": ids} for t, n, ids in calls]
+        (tmp_path / name).write_text(json.dumps({"block_size": 16, "requests": requests}))
+    prompts = read_agents(tmp_path, 0.1, sessions, 300.0, tell_ends=False)
+    assert replay(prompts, 128, 0, 16)["token_hit"] == hits * 16 / 294
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, floa
         await running.client.flush_caches()  # the disk still has the longest one
         for adapter in ("", "", "a", "b", "a"):
             query = as_query(replace(longest, adapter=adapter))
+            query = replace(query, session_id=adapter or "own", retention_s=60.0)
             await running.client.complete(query, timeout_s=60)
 
     load = asyncio.create_task(ask())

@@ -110,6 +110,19 @@ FIELDS: dict[str, tuple[Json, Any]] = {
     "speculate": ({"speculate": False}, lambda a: a.finishes),
     "prefix_cache": ({"prefixCache": False}, "greedy"),
     "cache_salt": ({"cacheSalt": "a tenant's"}, "greedy"),
+    "session_id": ({"sessionId": "one of its own"}, "greedy"),
+    "kv_hints": (
+        {
+            "kvHints": {
+                "protocolVersion": "0.1",
+                "actions": [
+                    {"actionType": "kv.evict", "actionVersion": "0.1"},
+                    {"actionType": "kv.unheard-of", "actionVersion": "0.1"},
+                ],
+            }
+        },
+        "greedy",
+    ),
     "resumed": ({"resumed": [{"ids": []}]}, "greedy"),  # no token yet: the whole response
     "resumed_from": ({"resumed": [{"ids": []}], "resumedFrom": [""]}, "greedy"),
     "n": (
@@ -215,6 +228,8 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "long id": ({"requestId": "x" * 129}, "request_id", "the limit is 128"),
     "priority": ({"priority": 101}, "priority", "between -100 and 100"),
     "cache_salt": ({"cacheSalt": "x" * 129}, "cache_salt", "the limit is 128"),
+    "session": ({"sessionId": "x" * 129}, "session_id", "the limit is 128"),
+    "hints": ({"kvHints": {"actions": [{}] * 17}}, "kv_hints.actions", "the limit is 16"),
     "n": ({"n": 17}, "n", "between 1 and 16"),
     "logprobs": ({"numTopLogprobs": 21}, "num_top_logprobs", "at most 20"),
     "prompt logprobs": ({"numPromptLogprobs": 21}, "num_prompt_logprobs", "at most 20"),

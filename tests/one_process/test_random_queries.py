@@ -34,6 +34,8 @@ async def check(
         query,
         replace(query, prefix_cache=False, speculate=False),
         replace(query, cache_salt="salt", priority=dice.choice((0, 3, 20))),
+        replace(query, session_id="s", retention_s=dice.choice((None, 0.0, 60.0))),
+        replace(query, session_id="s", ends_session=True),
         query,
     ]
     for found in await asyncio.gather(*(ask(client, way) for way in ways)):

@@ -10,6 +10,7 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
+from router.request.cache_hints import RETENTION_S
 from router.request.client_limits import LimitsFile
 from router.request.priorities import PriorityLimits
 from router.workers.report import without_addresses
@@ -317,6 +318,60 @@ async def test_clients_share_cached_prompts_only_if_a_setting_allows(
         assert salts[0] == salts[1], "one client with two tokens"
         assert len(set(salts)) == len(salts) - 1
     assert client_salt("ab", "c") != client_salt("a", "bc")
+
+
+async def test_a_session_is_that_of_its_client_and_salt(tmp_path: Path) -> None:
+    """Workers see digests: the same for a client's session, named by a field or by metadata."""
+    sessions: list[types_pb2.CacheSession] = []
+
+    async def note(request: types_pb2.EngineRequest) -> None:
+        assert request.HasField("session") is bool(request.session.digest)
+        sessions.append(request.session)
+
+    async with shared_router(tmp_path) as router:
+        router.workers[0].at(Point.QUEUED, note)
+        named = generation_pb2.KvHints(
+            protocol_version="0.1",
+            actions=[
+                generation_pb2.KvHintAction(action_type=name, action_version="0.1", payload=payload)
+                for name, payload in (
+                    ("kv.retain", '{"ttl_seconds": 7}'),
+                    ("kv.evict", ""),
+                    ("kv.fetch", ""),
+                    ("kv.retain", "{"),
+                )
+            ],
+        )
+        for metadata, request in (
+            (ALICE, token_request(PROMPT, session_id="s")),
+            ((*ALICE, ("x-session-affinity", "s")), token_request(PROMPT)),
+            (ALICE, token_request(PROMPT, session_id="s", kv_hints=named)),
+            (ALICE, token_request(PROMPT, session_id="s", cache_salt="own")),
+            (ALICE, token_request(PROMPT, session_id="t")),
+            (BOB, token_request(PROMPT, session_id="s")),
+            (ALICE, token_request(PROMPT)),
+        ):
+            await answered(router, request, metadata)
+        counts = [
+            router.metric("baton_router_kv_hints_total", action=action, outcome=outcome)
+            for action, outcome in (
+                ("kv.retain", "applied"),
+                ("kv.evict", "applied"),
+                ("other", "unknown"),
+                ("kv.retain", "invalid"),
+                ("kv.evict", "invalid"),
+            )
+        ]
+    first, *_, none = sessions
+    assert sessions[1] == first
+    assert (first.retention_s, first.ends) == (RETENTION_S, False)
+    assert sessions[2] == types_pb2.CacheSession(
+        digest=first.digest, client=first.client, retention_s=7.0, ends=True
+    )
+    assert len({each.digest for each in sessions}) == 5
+    assert [each.client == first.client for each in sessions] == [True] * 5 + [False] * 2
+    assert none == types_pb2.CacheSession()
+    assert counts == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 async def test_a_quota_is_refused_with_its_name_and_when_it_refills(tmp_path: Path) -> None:

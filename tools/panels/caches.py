@@ -68,6 +68,25 @@ CACHE = Dashboard(
             (PanelQuery(of("baton_cache_snapshots"), "{{instance}}"),),
         ),
         Panel(
+            "Sessions",
+            "short",
+            "Pages that are kept longer for sessions, and sessions that have any.",
+            (
+                PanelQuery(of("baton_cache_retained_pages"), "pages {{instance}}"),
+                PanelQuery(of("baton_cache_sessions"), "sessions {{instance}}"),
+            ),
+        ),
+        Panel(
+            "Hints",
+            "cps",
+            "Hints about caches in requests, and what became of them.",
+            (
+                PanelQuery(
+                    rate("baton_router_kv_hints_total", "action, outcome"), "{{action}} {{outcome}}"
+                ),
+            ),
+        ),
+        Panel(
             "Disk cache",
             "short",
             "Pages per second: written, read, or not, and why.",

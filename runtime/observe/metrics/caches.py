@@ -27,6 +27,8 @@ class CacheMetrics:
     evicted: Counter
     pages: Gauge
     snapshots: Gauge
+    sessions: Gauge
+    retained: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -56,6 +58,15 @@ class CacheMetrics:
                 registry,
                 "cache_pages",
                 "Pages in the prefix cache, including those that requests share.",
+            ),
+            sessions=create_gauge(
+                registry, "cache_sessions", "Sessions that have a point in the prefix cache."
+            ),
+            retained=create_gauge(
+                registry,
+                "cache_retained_pages",
+                "Pages that the prefix cache keeps longer for sessions; those that sessions share "
+                "count for each.",
             ),
             snapshots=create_gauge(
                 registry,

@@ -96,6 +96,7 @@ class RouterMetrics:
     workers: Gauge
     cache_predictions: Counter
     tier_tokens: Counter
+    kv_hints: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -104,10 +105,7 @@ class RouterMetrics:
                 registry, "ttft_seconds", "Time from request received to first token sent.", TTFT_S
             ),
             tpot_s=create_histogram(
-                registry,
-                "tpot_seconds",
-                "Mean time per output token after the first, per request.",
-                TPOT_S,
+                registry, "tpot_seconds", "Mean time per output token after the first.", TPOT_S
             ),
             itl_s=create_histogram(
                 registry, "itl_seconds", "Time between two messages of a stream.", TPOT_S
@@ -218,6 +216,7 @@ class RouterMetrics:
                 zeros=(("equal",), ("more",), ("fewer",)),
             ),
             tier_tokens=_tier_tokens(registry),
+            kv_hints=_kv_hints(registry),
         )
 
 
@@ -229,6 +228,21 @@ def _tier_tokens(registry: CollectorRegistry) -> Counter:
         "(its own cache), worker (the cache of another one) or disk.",
         "tier",
         zeros=(("computed",), ("memory",), ("worker",), ("disk",)),
+    )
+
+
+def _kv_hints(registry: CollectorRegistry) -> Counter:
+    return create_counter(
+        registry,
+        "router_kv_hints",
+        "Hints about caches in requests, by action (kv.retain, kv.evict, other) and outcome: "
+        "applied, unknown (another action or version) or invalid (its payload).",
+        "action",
+        "outcome",
+        zeros=(
+            *product(("kv.retain", "kv.evict"), ("applied", "unknown", "invalid")),
+            ("other", "unknown"),
+        ),
     )
 
 
