@@ -1,19 +1,23 @@
-"""`python -m bench.agents TRACE`: recorded agents on a cluster with a disk cache and without.
+"""`python -m bench.agents TRACE`: recorded agents on a cluster with a disk cache, with sessions, and
+with neither.
 
 TRACE is a folder of agents' conversations (`baton.agent_traces`), whose lengths are divided by
 --shrink. The first turns of --conversations of at least --turns turns, which begin at --rate a
 second, are replayed on a prefill and a decode worker. A worker's memory holds 1 / --working-set of
-all that the conversations leave. Fresh clusters with a disk cache and without alternate; a ratio is
-the median over --pairs of them.
+all that the conversations leave. Fresh clusters with a disk cache and without alternate, or loads
+that name the conversations' sessions and loads that do not; a ratio is the median over --pairs of
+them.
 
     ttft_p90_ratio    time to first token, with the disk cache / without
     token_p90_ratio   time of a whole request by its tokens, likewise
     miss_rate_ratio   requests a second when prompts of these lengths that no cache has come at once
 
-For the last, both clusters take turns with --batch requests each, --rounds times.
+    sessions_ttft_p90_ratio, sessions_token_p90_ratio    the same with and without sessions
 
-Bars: `ttft_p90_ratio` at most 0.35, `miss_rate_ratio` at least 0.98. `--parts` selects from:
-agents, misses.
+For the miss rate, both clusters take turns with --batch requests each, --rounds times.
+
+Bars: `ttft_p90_ratio` at most 0.35, `miss_rate_ratio` at least 0.98, `sessions_ttft_p90_ratio` at
+most 1. `--parts` selects from: agents, sessions, misses.
 """
 
 import argparse
@@ -35,7 +39,7 @@ from typing import cast
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Slo, prompt_counts, summarize
-from baton.load_run import run_load, run_requests
+from baton.load_run import named_sessions, run_load, run_requests
 from baton.replays import begun, impatient, shrunk
 from baton.transcripts import recorded_requests
 from baton.workload import Arrivals, Planned, Process, make_queries
@@ -46,7 +50,11 @@ from bench.report import OtherLoad, Value
 from engine.memory.layout import bytes_per_page, bytes_per_slot
 from models.loader import read_model
 
-BARS = {"ttft_p90_ratio": (0.0, 0.35), "miss_rate_ratio": (0.98, math.inf)}
+BARS = {
+    "ttft_p90_ratio": (0.0, 0.35),
+    "miss_rate_ratio": (0.98, math.inf),
+    "sessions_ttft_p90_ratio": (0.0, 1.0),
+}
 MAX_CONTEXT = 2048
 TIMEOUT_S = 600.0
 WRITES_S = 0.5  # for the blocks of a round to be written
@@ -108,12 +116,19 @@ async def fresh_cluster(
 
 
 async def replayed(
-    load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int, disk: Path | None
+    load: Sequence[Planned],
+    flags: argparse.Namespace,
+    memory_mb: int,
+    disk: Path | None,
+    *,
+    names_sessions: bool,
 ) -> tuple[Mapping[str, float | None], float]:
     """Return the figures of the load on a fresh cluster, and the share of cached tokens."""
     async with fresh_cluster(flags, memory_mb, disk) as client:
         info = await client.model_info()
         requests = recorded_requests(info, load, seed=0)
+        if names_sessions:
+            requests = named_sessions(requests, "agents")
         began_s = time.monotonic()
         outcomes = await run_requests(client, requests, timeout_s=TIMEOUT_S)
         figures = summarize(outcomes, Slo(1, 1), time.monotonic() - began_s)
@@ -122,28 +137,31 @@ async def replayed(
 
 
 async def compared(
-    load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int
+    load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int, what: str
 ) -> dict[str, Value]:
-    """Return the figures of both sides, and their ratios."""
+    """Return the figures with a disk cache or with sessions, and without, and their ratios."""
     first, token = Sides(), Sides()
     shares: dict[bool, float] = {}
     failed = 0.0
     for pair in range(flags.pairs):
         sides: dict[bool, Mapping[str, float | None]] = {}
-        for has_disk in (True, False) if pair % 2 == 0 else (False, True):
-            disk = flags.folder / "disk" if has_disk else None
-            sides[has_disk], shares[has_disk] = await replayed(load, flags, memory_mb, disk)
-            failed += sides[has_disk]["failed"] or 0.0
+        for has in (True, False) if pair % 2 == 0 else (False, True):
+            disk = flags.folder / "disk" if has and what == "disk" else None
+            sides[has], shares[has] = await replayed(
+                load, flags, memory_mb, disk, names_sessions=has and what == "sessions"
+            )
+            failed += sides[has]["failed"] or 0.0
         for ratio, name in ((first, "ttft_s_p90"), (token, "e2e_s_per_token_p90")):
-            ratio.add(*(cast(float, sides[has_disk][name]) for has_disk in (True, False)))
+            ratio.add(*(cast(float, sides[has][name]) for has in (True, False)))
+    prefix = "" if what == "disk" else f"{what}_"
     return {
-        "failed": failed,
-        "ttft_p90_s_disk": median(first.side),
-        "ttft_p90_s_none": median(first.base),
-        "ttft_p90_ratio": first.ratio,
-        "token_p90_ratio": token.ratio,
-        "cached_share_disk": shares[True],
-        "cached_share_none": shares[False],
+        f"{prefix}failed": failed,
+        f"{prefix}ttft_p90_s_{what}": median(first.side),
+        f"{prefix}ttft_p90_s_none": median(first.base),
+        f"{prefix}ttft_p90_ratio": first.ratio,
+        f"{prefix}token_p90_ratio": token.ratio,
+        f"{prefix}cached_share_{what}": shares[True],
+        f"{prefix}cached_share_none": shares[False],
     }
 
 
@@ -190,7 +208,9 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     }
     parts = flags.parts.split(",")
     if "agents" in parts:
-        values |= await compared(load, flags, memory_mb)
+        values |= await compared(load, flags, memory_mb, "disk")
+    if "sessions" in parts:
+        values |= await compared(load, flags, memory_mb, "sessions")
     if "misses" in parts:
         values |= await missed_by_all(load, flags, memory_mb)
     return {**values, **others.figures()}
@@ -222,7 +242,7 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--parts", default="agents,misses", help="parts to run; default %(default)s"
+        "--parts", default="agents,sessions,misses", help="parts to run; default %(default)s"
     )
     return run_benchmark("agents", parser, measure, partial(missed, bars=BARS))
 

@@ -229,6 +229,6 @@ async def grid(
             warm_up = asyncio.gather(
                 *(client.complete(question, timeout_s=60) for question in questions)
             )
-            truths = await truth.truths(model, questions)
+            truths = await truth.truths(model, questions, arithmetic=layout.arithmetic)
             await warm_up
             yield Grid(network, client, cluster, questions, truths, rate, timeout_s)

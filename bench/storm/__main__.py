@@ -50,6 +50,7 @@ def figures(storm: Storm) -> dict[str, Value]:
         "hung": counts.num_hung,
         "leaked": storm.num_leaked,
         "cached": counts.num_cached,
+        "aborted": counts.num_aborted,
         "changed": counts.num_changed,
         "right_share": counts.fates[Fate.RIGHT] / num_patient if num_patient else None,
         "recovery_s": max(recovered, default=0.0),

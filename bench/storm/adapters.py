@@ -39,16 +39,21 @@ class StormAdapters:
         self._next = itertools.cycle((last, first))
         self._place(last, self._other)
 
-    async def truths(self, model: Path, questions: Sequence[Query]) -> list[Truth]:
+    async def truths(
+        self, model: Path, questions: Sequence[Query], arithmetic: tuple[str, ...]
+    ) -> list[Truth]:
         """Return the right responses of each question: one for each version of its adapter."""
-        right = await truth.truths(model, questions, adapters=self.folder)
+        right = await truth.truths(model, questions, arithmetic=arithmetic, adapters=self.folder)
         changing = [
             place
             for place, question in enumerate(questions)
             if question.model == f":{self._changing}"
         ]
         others = await truth.truths(
-            model, [questions[place] for place in changing], adapters=self._other
+            model,
+            [questions[place] for place in changing],
+            arithmetic=arithmetic,
+            adapters=self._other,
         )
         for place, other in zip(changing, others, strict=True):
             right[place] = [*right[place], *other]

@@ -12,6 +12,17 @@ from baton.cluster_config import demo_model
 DRAIN = ("--drain-s", "2")
 PULLS = ("--pull-tokens", "64")
 DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2))  # stages, ranks
+# Flags of workers, and how often they are drawn.
+SOMETIMES = (
+    (0.3, ("--chunk-tokens", "64")),
+    (0.2, ("--max-landing", "2")),
+    (0.08, ("--no-prefix-cache",)),
+    (0.08, ("--no-decode-cache",)),
+    (0.2, ("--prefix-snapshots", "4")),
+    (0.2, ("--overlap-tokens", "32")),
+    (0.2, ("--transport", "tcp")),
+    (0.2, ("--threads", "2")),
+)
 # Each client sends a third of the requests, and retries those beyond its quotas.
 LIMITS = """
 [often]
@@ -30,13 +41,15 @@ generated_tokens_per_minute = 3000
 class StormLayout:
     """Pools and flags of a cluster.
 
-    `pools` are fields of `ClusterConfig`. With `has_disk` workers keep prefix caches on disk. With
+    `pools` are fields of `ClusterConfig`. `arithmetic` are flags of workers that change the bits of
+    responses. With `has_disk` workers keep prefix caches on disk. With
     `limits`, a file of weights and quotas, there are the clients that it names.
     """
 
     pools: Mapping[str, Any]
     worker_flags: tuple[str, ...] = DRAIN
     router_flags: tuple[str, ...] = (*DRAIN, *PULLS)
+    arithmetic: tuple[str, ...] = ()
     has_disk: bool = False
     limits: str = ""
     has_all_features: bool = False
@@ -48,7 +61,7 @@ class StormLayout:
     def flags_of_workers(self, folder: Path) -> tuple[str, ...]:
         """Return the flags of every worker; what they keep is in `folder`."""
         disk = ("--disk-cache", str(folder / "blocks")) if self.has_disk else ()
-        return (*self.worker_flags, *disk)
+        return (*self.worker_flags, *self.arithmetic, *disk)
 
 
 def draft_of(model: Path) -> Path | None:
@@ -70,7 +83,7 @@ def usual_layout(seed: int, draft: Path | None) -> StormLayout:
 def random_layout(
     seed: int, draft: Path | None, *, has_adapters: bool, may_limit_clients: bool = True
 ) -> StormLayout:
-    """Draw roles, divisions, drafts, caches, limits and policy."""
+    """Draw roles, divisions, drafts, caches, arithmetic, limits and policy."""
     dice = random.Random(seed)
     pools = _random_pools(dice, has_adapters=has_adapters)
     flags = _random_flags(dice, draft, has_both_roles="worker" in pools)
@@ -78,11 +91,13 @@ def random_layout(
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
     has_disk = not has_data_ranks and dice.random() < 0.4
     limits = LIMITS if may_limit_clients and dice.random() < 0.5 else ""
+    weights = dice.choice(("model", "model", "int8", "int4"))
     router_flags = _random_router_flags(dice, has_clients=limits != "")
     return StormLayout(
         pools,
         flags,
         (*DRAIN, *PULLS, "--policy", policy, *router_flags),
+        () if weights == "model" else ("--weights", weights),
         has_disk,
         limits,
         has_all_features=True,
@@ -115,6 +130,10 @@ def _random_router_flags(dice: random.Random, *, has_clients: bool) -> list[str]
         flags += ["--salt-by-client"]
     if dice.random() < 0.2:
         flags += ["--max-waiting", "4"]
+    if dice.random() < 0.3:  # connections end under their requests
+        flags += ["--max-connection-age-s", "4", "--max-connection-age-grace-s", "1"]
+    if dice.random() < 0.2:
+        flags += ["--watch-interval-s", dice.choice(("0.05", "1"))]
     return flags
 
 
@@ -124,19 +143,26 @@ def _random_flags(
     flags = [*DRAIN]
     drafting = dice.choice(("none", "model", "model", "text"))
     if drafting == "model" and draft is not None:
-        flags += ["--draft", str(draft)]
+        flags += ["--draft", str(draft), *_random_draft_flags(dice)]
     elif drafting == "text":
         flags += ["--draft", "suffix"]
     page_size = dice.choice((16, 64))
     flags += ["--page-size", str(page_size)]
     if dice.random() < 0.3:  # so that requests are preempted
         flags += ["--num-pages", str(1024 // page_size), "--max-running", "6"]
-    if dice.random() < 0.3:
-        flags += ["--chunk-tokens", "64"]
-    if dice.random() < 0.2:
-        flags += ["--max-landing", "2"]
     if not has_both_roles and dice.random() < 0.3:
         flags += ["--local-rest-tokens", "64"]
-    if dice.random() < 0.15:
-        flags += [dice.choice(("--no-prefix-cache", "--no-decode-cache"))]
+    for chance, words in SOMETIMES:
+        if dice.random() < chance:
+            flags += words
     return tuple(flags)
+
+
+def _random_draft_flags(dice: random.Random) -> list[str]:
+    flags = []
+    if dice.random() < 0.4:
+        flags += ["--spec-topk", "2", "--spec-draft-tokens", "6"]
+    for name in ("prompt", "suffix", "adaptive"):
+        if dice.random() < 0.2:
+            flags += [f"--no-spec-{name}"]
+    return flags

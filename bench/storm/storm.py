@@ -178,10 +178,11 @@ async def _run(config: StormConfig, storm: Storm, equipment: Equipment) -> None:
                 for client in clients
             )
         )
+        arithmetic = config.layout.arithmetic
         storm.truths = (
-            await truth.truths(config.model, questions)
+            await truth.truths(config.model, questions, arithmetic=arithmetic)
             if equipment.adapters is None
-            else await equipment.adapters.truths(config.model, questions)
+            else await equipment.adapters.truths(config.model, questions, arithmetic)
         )
         await warm_up
         before = leaks.descriptors(cluster)

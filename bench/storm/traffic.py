@@ -4,8 +4,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
@@ -15,6 +15,7 @@ from baton.values import (
     Completion,
     Event,
     Finish,
+    FinishReason,
     ModelInfo,
     Query,
     Sampling,
@@ -37,7 +38,7 @@ class Manner(StrEnum):
     """Behavior of a client."""
 
     PATIENT = "patient"  # reads to the end
-    ABORTING = "aborting"  # disconnects within a second
+    ABORTING = "aborting"  # within a second: it disconnects, or calls `Abort`
     UNREAD = "unread"  # stays and stops reading
     HOSTILE = "hostile"  # sends a schema that is expensive on purpose
 
@@ -62,7 +63,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """Planned request; `patience_s` is when an aborting client disconnects."""
+    """Planned request; `patience_s` is when an aborting client gives up."""
 
     at_s: float
     question: int
@@ -96,6 +97,14 @@ class Seen:
     def num_tokens(self) -> int:
         """Return the number of tokens that arrived, of all choices."""
         return sum(len(event.token_ids) for event in self.events if isinstance(event, Chunk))
+
+    @property
+    def is_aborted(self) -> bool:
+        """Return whether its client called `Abort`, and all choices ended by that or before."""
+        finishes = [event for event in self.events if isinstance(event, Finish)]
+        return self.has_finished and any(
+            finish.reason is FinishReason.ABORTED for finish in finishes
+        )
 
     @property
     def num_cached(self) -> int:
@@ -207,6 +216,8 @@ class Asker(Protocol):
         self, query: Query, *, timeout_s: float | None = None
     ) -> AsyncGenerator[Event, None]: ...
 
+    async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]: ...
+
 
 class Traffic:
     """Sender of planned requests, each with `timeout_s`; `seen` grows meanwhile.
@@ -232,15 +243,19 @@ class Traffic:
         await asyncio.sleep(max(start_s + coming.at_s - time.monotonic(), 0.0))
         seen = Seen(coming, sent_s=time.monotonic())
         self.seen.append(seen)
-        limit_s = {Manner.ABORTING: coming.patience_s, Manner.UNREAD: UNREAD_S}.get(
-            coming.manner, self._timeout_s + HUNG_S
-        )
+        calls_abort = coming.manner is Manner.ABORTING and index % 2 == 1
+        limits_s = {Manner.UNREAD: UNREAD_S}
+        if not calls_abort:
+            limits_s[Manner.ABORTING] = coming.patience_s
+        asker, query = self._askers[index % len(self._askers)], self._query(index, coming)
         try:
-            async with asyncio.timeout(limit_s):
-                asker = self._askers[index % len(self._askers)]
-                await self._read(asker, seen, self._query(index, coming))
+            async with (
+                asyncio.timeout(limits_s.get(coming.manner, self._timeout_s + HUNG_S)),
+                self._abort(asker, query, coming.patience_s if calls_abort else None),
+            ):
+                await self._read(asker, seen, query)
         except TimeoutError:
-            seen.is_hung = coming.manner in (Manner.PATIENT, Manner.HOSTILE)
+            seen.is_hung = coming.manner not in limits_s
         except BatonError as error:
             seen.error, seen.text = error.reason, str(error)
         seen.ended_s = time.monotonic()
@@ -262,6 +277,27 @@ class Traffic:
                     stop=Stop(max_tokens=24),
                 )
         return query
+
+    @asynccontextmanager
+    async def _abort(
+        self, asker: Asker, query: Query, after_s: float | None
+    ) -> AsyncIterator[None]:
+        """Call `Abort` for a request in the block, `after_s` its begin; never if that is None."""
+
+        async def abort(delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            with suppress(BatonError):  # no router can be reached
+                await asker.abort([query.request_id])
+
+        if after_s is None:
+            yield
+            return
+        task = asyncio.create_task(abort(after_s))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _read(self, asker: Asker, seen: Seen, query: Query) -> None:
         async with aclosing(asker.generate(query, timeout_s=self._timeout_s)) as events:

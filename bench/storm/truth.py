@@ -15,11 +15,24 @@ TIMEOUT_S = 60.0
 
 
 async def truths(
-    model: Path, questions: Sequence[Query], *, adapters: Path | None = None
+    model: Path,
+    questions: Sequence[Query],
+    *,
+    arithmetic: tuple[str, ...] = (),
+    adapters: Path | None = None,
 ) -> list[Truth]:
-    """Return the right response of each question, as the only one; one question after another."""
+    """Return the right response of each question, as the only one; one question after another.
+
+    `arithmetic` are flags of workers on which the bits of responses depend.
+    """
     config = ClusterConfig(
-        model=model, prefill=0, decode=0, worker=1, listen="127.0.0.1:0", adapters=adapters
+        model=model,
+        prefill=0,
+        decode=0,
+        worker=1,
+        listen="127.0.0.1:0",
+        worker_flags=arithmetic,
+        adapters=adapters,
     )
     async with (
         LocalCluster(config, sink=lambda name, line: None) as cluster,

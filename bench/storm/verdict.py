@@ -94,6 +94,7 @@ class Counts:
     num_wrong: int  # of clients of any kind
     num_hung: int
     num_cached: int  # right responses whose prompt began with cached tokens
+    num_aborted: int  # whose clients called `Abort`, and that ended thereby
     num_changed: int  # right responses of an adapter's other version
     hostile: Counter[str]
 
@@ -116,8 +117,9 @@ class Counts:
             fates,
             len(requests),
             fates[Fate.WRONG] + wrong,
-            fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
+            sum(seen.is_hung for seen in requests),
             sum(became is Fate.RIGHT and seen.num_cached > 0 for seen, became in patient),
+            sum(seen.is_aborted for seen in requests),
             sum(
                 became is Fate.RIGHT and seen.response != truths[seen.coming.question][0]
                 for seen, became in patient

@@ -56,7 +56,7 @@ def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
 
 # The first agent has three turns with nothing in common. They come between the second and the third
 # turn of the other one, whose second turn drops the end of its first, and whose third is the same.
-AGENTS = {
+AGENTS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "0.json": [(30, 33, (1, 2)), (31, 33, (3, 4)), (32, 33, (5, 6))],
     "1.json": [(0, 65, (1, 2, 3, 4)), (1, 65, (1, 2, 3, 5)), (50, 65, (1, 2, 3, 5))],
 }
