@@ -20,8 +20,10 @@ from protos import (
     orca_service_pb2_grpc,
 )
 from router.api.adapters import AdaptersService
+from router.api.cache_events import followed_events, published_events
 from router.api.caches import CachesService
 from router.api.generation import GenerationService, RequestLimits
+from router.api.kv_events import CacheEvents
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
 from router.api.status_page import status_pages
@@ -38,7 +40,6 @@ from router.request.service_times import ServiceTimeModel
 from router.text.model_facts import ModelLimits, ServedModel, load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
-from router.workers.prefix_index import PrefixIndex
 from runtime.clock import SystemClock
 from runtime.config import describe
 from runtime.errors import ConfigError
@@ -98,17 +99,27 @@ async def serve(
     )
     of_adapters = _adapter_servers(config, rpc_metrics, security, tracing)
     request_log = None if config.request_log is None else RequestLog(config.request_log)
-    generation = _add_apis(server, config, model, services, security, request_log, of_adapters)
+    events = followed_events(config, services.directory.caches.prefill)
+    generation = _add_apis(
+        server, config, model, services, security, request_log, events, of_adapters
+    )
     pages = status_pages(partial(generation.cluster_status, for_operators=True), generation.problem)
     try:
-        async with _listening(server, config, registry, incarnation, pages) as address:
+        async with (
+            published_events(config, model.facts.name, events) as publishing,
+            _listening(server, config, registry, incarnation, pages) as address,
+        ):
             logger.info("router listens", extra={"address": address, "model": model.facts.name})
             readiness = Readiness(services, server.health, config.warm_up_s, names)
             for each in of_adapters.values():
                 await each.start()
             on_start()
             async with background(
-                stop, services.directory.run(), services.admission.run(), readiness.run()
+                stop,
+                services.directory.run(),
+                services.admission.run(),
+                readiness.run(),
+                publishing(),
             ):
                 await stop.wait()
                 servers = (server, *of_adapters.values())
@@ -275,6 +286,7 @@ def _add_apis(
     services: Services,
     security: ServerSecurity,
     request_log: RequestLog | None,
+    events: CacheEvents,
     of_adapters: Mapping[str, GrpcServer],
 ) -> GenerationService:
     """Register every service that clients call; return the one of the public API."""
@@ -302,7 +314,7 @@ def _add_apis(
             generation,
             config.model,
             model,
-            services.directory.caches.prefill,
+            events,
             of_adapters,
         )
     return generation
@@ -334,7 +346,7 @@ def _add_vllm_engine(
     generation: GenerationService,
     model_dir: Path,
     model: ServedModel,
-    index: PrefixIndex,
+    events: CacheEvents,
     of_adapters: Mapping[str, GrpcServer],
 ) -> None:
     """Register vLLM's engine service, and that of each adapter with its own server.
@@ -345,7 +357,6 @@ def _add_vllm_engine(
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-        from router.api.kv_events import CacheEvents
         from router.api.vllm_engine import VllmEngineService
         from router.api.vllm_tokenizer import gateway_tokenizer
     except ImportError as error:
@@ -353,7 +364,6 @@ def _add_vllm_engine(
             f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
             field="vllm_engine",
         ) from error
-    index.listener = events = CacheEvents(index.is_held)
     tokenizer = gateway_tokenizer(model_dir, model, cache_folder() / "gateways")
     if tokenizer is not None and tokenizer.carrier is None:
         logger.warning(

@@ -234,6 +234,18 @@ class RouterConfig(TlsConfig):
         default=False,
         description="Serve vllm.grpc.engine.VllmEngine, too, for gateways that speak it.",
     )
+    kv_events: str = Field(
+        default="",
+        description="ZeroMQ address, like tcp://*:5557, on which to publish cached blocks with their "
+        "tokens, as vLLM's engines do; needs baton[zmq]; empty: none.",
+    )
+    kv_events_replay: str = Field(
+        default="",
+        description="ZeroMQ address on which subscribers of --kv-events ask for missed events.",
+    )
+    kv_events_topic: str = Field(
+        default="", description="Topic of --kv-events; default: kv@HOST@MODEL."
+    )
     adapter_listen: tuple[str, ...] = Field(
         default=(),
         description="NAME=HOST:PORT: a further address of vllm.grpc.engine.VllmEngine, of which the "
@@ -258,6 +270,8 @@ class RouterConfig(TlsConfig):
         """
         _ = self.adapter_addresses
         check_endpoint(self.otel_endpoint)
+        if self.kv_events_replay and not self.kv_events:
+            raise ConfigError("kv_events_replay needs kv_events", field="kv_events_replay")
         Holdback.parse(self.holdback)
 
     @property

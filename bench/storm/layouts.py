@@ -19,7 +19,6 @@ SOMETIMES = (
     (0.08, ("--no-prefix-cache",)),
     (0.08, ("--no-decode-cache",)),
     (0.2, ("--prefix-snapshots", "4")),
-    (0.2, ("--overlap-tokens", "32")),
     (0.2, ("--transport", "tcp")),
     (0.2, ("--threads", "2")),
 )
@@ -87,6 +86,13 @@ def random_layout(
     dice = random.Random(seed)
     pools = _random_pools(dice, has_adapters=has_adapters)
     flags = _random_flags(dice, draft, has_both_roles="worker" in pools)
+    all_exchange = all(
+        pools[f"{role}_tp"] > 1 and f"{role}_dp_attention" not in pools
+        for role in ("prefill", "decode", "worker")
+        if pools.get(role)
+    )
+    if all_exchange and dice.random() < 0.5:
+        flags = (*flags, "--overlap-tokens", "32")
     policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
     has_disk = not has_data_ranks and dice.random() < 0.4

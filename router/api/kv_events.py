@@ -1,9 +1,9 @@
 """Cache events for gateways that choose between routers: cached blocks of prompts with their
 tokens.
 
-Serves `SubscribeKvEvents` of the vLLM engine contract. Workers report only digests of resume points
-(`router.workers.prefix_index`). The tokens come from prompts that this router has placed and still
-remembers. Blocks known only from other routers' prompts, or forgotten, are not published. Salted
+`router.api.vllm_events` and `router.api.zmq_events` send them. Workers report only digests of
+resume points (`router.workers.prefix_index`). The tokens come from prompts that this router has
+placed and still remembers. Blocks known only from other routers' prompts, or forgotten, are not published. Salted
 prompts are not published either, because no other client can resume from them. A block is published
 while some worker can resume from it or from a block after it.
 
@@ -11,16 +11,14 @@ Pure. A subscriber first gets a snapshot, then changes; one that falls behind ge
 """
 
 import asyncio
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from smg_grpc_proto.generated import common_pb2 as pb
-
 from router.workers.prefix_index import RoutedPrompt
+from runtime.model_files.adapter_folders import adapter_name
 
 MAX_BLOCKS = 65_536  # remembered, of any size
 MAX_EVENTS = 4096  # pending for one subscriber; more are replaced by a snapshot
@@ -29,12 +27,16 @@ CHUNK_BLOCKS = 1024  # of a snapshot, per message
 
 @dataclass(eq=False, slots=True)
 class TokenBlock:
-    """A block of a prompt. `num_published`: number of published blocks that directly follow it."""
+    """A block of a prompt, with the adapter of that name or with none.
+
+    `num_published`: number of published blocks that directly follow it.
+    """
 
     name: bytes
     parent: "TokenBlock | None"
     token_ids: Sequence[int]
     depth: int
+    adapter: str
     is_point: bool = False
     is_published: bool = False
     num_published: int = 0
@@ -43,6 +45,40 @@ class TokenBlock:
     def key(self) -> int:
         """Return the first 8 bytes of the name, which is the size of a key in the contract."""
         return int.from_bytes(self.name[:8], "little", signed=True)
+
+
+@dataclass(frozen=True)
+class CacheEvent:
+    """Blocks of one prompt that are published, in order of their depth, or are not any more."""
+
+    blocks: Sequence[TokenBlock]
+    is_removal: bool = False
+
+    @property
+    def adapter(self) -> str:
+        return self.blocks[0].adapter
+
+
+@dataclass(frozen=True)
+class SnapshotChunk:
+    """The part of a snapshot that a batch is: its place, the number of parts, and that of blocks."""
+
+    place: int
+    num_parts: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """Events in order. The first part of a snapshot replaces all that was published before."""
+
+    number: int
+    events: Sequence[CacheEvent]
+    chunk: SnapshotChunk | None = None
+
+    @property
+    def clears(self) -> bool:
+        return self.chunk is not None and not self.chunk.place
 
 
 class CacheEvents:
@@ -61,6 +97,7 @@ class CacheEvents:
         if prompt.salt:
             return
         names = prompt.block_names(page_size, compatibility)
+        adapter = adapter_name(prompt.adapter)
         self._keep_longest(names)
         parent = None
         for depth, name in enumerate(names):
@@ -69,7 +106,7 @@ class CacheEvents:
                 if not self._has_room(names):
                     break
                 tokens = array("I", prompt.token_ids[depth * page_size : (depth + 1) * page_size])
-                block = self._blocks[name] = TokenBlock(name, parent, tokens, depth)
+                block = self._blocks[name] = TokenBlock(name, parent, tokens, depth, adapter)
                 self._unpublished[name] = None
             parent = block
         self._keep_longest(names)
@@ -93,7 +130,7 @@ class CacheEvents:
                 node.parent.num_published += 1
             node = node.parent
         if found:
-            self._publish(_stored(found[::-1]))
+            self._publish(CacheEvent(found[::-1]))
 
     def removed(self, name: bytes) -> None:
         """Unpublish this block and parents that are not needed: no worker can resume from it."""
@@ -101,40 +138,47 @@ class CacheEvents:
         if block is None:
             return
         block.is_point = False
-        gone: list[int] = []
+        gone: list[TokenBlock] = []
         node: TokenBlock | None = block
         while (
             node is not None and node.is_published and not node.is_point and not node.num_published
         ):
             node.is_published = False
             self._unpublished[node.name] = None
-            gone.append(node.key)
+            gone.append(node)
             node = node.parent
             if node is not None:
                 node.num_published -= 1
         if gone:
-            self._publish(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=gone)))
+            self._publish(CacheEvent(gone, is_removal=True))
 
     @contextmanager
-    def subscribe(self, last_number: int = 0) -> "Iterator[Subscription]":
-        """Subscribe for the duration of the block. `last_number`: last batch that the subscriber
-        received.
+    def subscribe(
+        self, last_number: int = 0, adapter: str | None = None
+    ) -> "Iterator[Subscription]":
+        """Subscribe for the duration of the block to blocks with this adapter, None for all blocks.
+
+        `last_number`: last batch that the subscriber received.
         """
-        subscription = Subscription(self._published, last_number)
+        subscription = Subscription(self._published, last_number, adapter)
         self._subscriptions.append(subscription)
         try:
             yield subscription
         finally:
             self._subscriptions.remove(subscription)
 
-    def _published(self) -> list[TokenBlock]:
-        """Return the published blocks, parents first."""
+    def _published(self, adapter: str | None) -> list[TokenBlock]:
+        """Return the published blocks with this adapter, None for all blocks; parents first."""
         return sorted(
-            (block for block in self._blocks.values() if block.is_published),
+            (
+                block
+                for block in self._blocks.values()
+                if block.is_published and adapter in (None, block.adapter)
+            ),
             key=lambda block: block.depth,
         )
 
-    def _publish(self, event: pb.KvCacheEvent) -> None:
+    def _publish(self, event: CacheEvent) -> None:
         for subscription in self._subscriptions:
             subscription.note(event)
 
@@ -156,21 +200,32 @@ class CacheEvents:
 class Subscription:
     """Events that one subscriber has not been sent yet."""
 
-    def __init__(self, published: Callable[[], list[TokenBlock]], last_number: int) -> None:
+    def __init__(
+        self,
+        published: Callable[[str | None], list[TokenBlock]],
+        last_number: int,
+        adapter: str | None,
+    ) -> None:
         self._published = published
         self._number = last_number
-        self._events: list[pb.KvCacheEvent] | None = None  # None: a snapshot is due
+        self._adapter = adapter
+        self._events: list[CacheEvent] | None = None  # None: a snapshot is due
         self._has_news = asyncio.Event()
         self._has_news.set()
 
-    def note(self, event: pb.KvCacheEvent) -> None:
-        if self._events is not None:
+    def note(self, event: CacheEvent) -> None:
+        if self._events is not None and self._adapter in (None, event.adapter):
             self._events.append(event)
             if len(self._events) > MAX_EVENTS:
                 self._events = None
             self._has_news.set()
 
-    async def news(self) -> list[pb.KvEventBatch]:
+    def start_over(self) -> None:
+        """Send a snapshot next."""
+        self._events = None
+        self._has_news.set()
+
+    async def news(self) -> list[EventBatch]:
         """Wait for events and return them in batches, which are numbered consecutively."""
         await self._has_news.wait()
         self._has_news.clear()
@@ -178,41 +233,19 @@ class Subscription:
         self._events = []
         return self._snapshot() if events is None else [self._batch(events)]
 
-    def _snapshot(self) -> list[pb.KvEventBatch]:
-        blocks = self._published()
+    def _snapshot(self) -> list[EventBatch]:
+        blocks = self._published(self._adapter)
         firsts = range(0, max(len(blocks), 1), CHUNK_BLOCKS)
-        batches = []
-        for index, first in enumerate(firsts):
-            cleared = [] if index else [pb.KvCacheEvent(cleared=pb.KvCacheCleared())]
-            batches.append(
-                self._batch(
-                    [
-                        *cleared,
-                        *(_stored([block]) for block in blocks[first : first + CHUNK_BLOCKS]),
-                    ]
-                )
+        return [
+            self._batch(
+                [CacheEvent([block]) for block in blocks[first : first + CHUNK_BLOCKS]],
+                SnapshotChunk(place, len(firsts), len(blocks)),
             )
-            batches[-1].snapshot.CopyFrom(
-                pb.KvSnapshotChunk(index=index, count=len(firsts), blocks=len(blocks))
-            )
-        return batches
+            for place, first in enumerate(firsts)
+        ]
 
-    def _batch(self, events: Sequence[pb.KvCacheEvent]) -> pb.KvEventBatch:
+    def _batch(
+        self, events: Sequence[CacheEvent], chunk: SnapshotChunk | None = None
+    ) -> EventBatch:
         self._number += 1
-        return pb.KvEventBatch(sequence_number=self._number, timestamp=time.time(), events=events)
-
-
-def _stored(blocks: Sequence[TokenBlock]) -> pb.KvCacheEvent:
-    """Return the event for consecutive blocks."""
-    parent = blocks[0].parent
-    return pb.KvCacheEvent(
-        stored=pb.KvBlocksStored(
-            blocks=[
-                pb.KvBlock(
-                    block_hash=block.key, token_ids=block.token_ids, block_size=len(block.token_ids)
-                )
-                for block in blocks
-            ],
-            parent_block_hash=None if parent is None else parent.key,
-        )
-    )
+        return EventBatch(self._number, events, chunk)

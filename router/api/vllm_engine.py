@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from protos import generation_pb2 as pb
 from router.api.generation import GenerationService
 from router.api.kv_events import CacheEvents
+from router.api.vllm_events import batch_to_proto
 from router.api.vllm_tokenizer import GatewayTokenizer
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
 from router.text.tokenizer import INLINE_CHARACTERS
@@ -198,10 +199,11 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        with self._events.subscribe(request.start_sequence_number) as subscription:
+        last_number = request.start_sequence_number
+        with self._events.subscribe(last_number, self._adapter) as subscription:
             while True:
                 for batch in await subscription.news():
-                    yield batch
+                    yield batch_to_proto(batch)
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
         """Reject the call as a bad request: gateways turn UNIMPLEMENTED into a server error, which

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 import pytest_asyncio
+import zmq
+import zmq.asyncio
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -33,9 +36,21 @@ GENERATE = "baton.v1.Generation.Generate"
 SHORT: Json = {"text": "Mia has a red", "stop": {"maxTokens": 4}, "sampling": {"temperature": 0}}
 
 
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder for addresses of ZeroMQ."""
+    return tmp_path_factory.mktemp("zmq")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def outsider() -> AsyncIterator[Outsider]:
+async def outsider(sockets: Path) -> AsyncIterator[Outsider]:
     flags = (
+        "--kv-events",
+        f"ipc://{sockets}/events",
+        "--kv-events-replay",
+        f"ipc://{sockets}/missed",
+        "--kv-events-topic",
+        "kv@here@model",
         "--channelz",
         "--vllm-engine",
         "--max-message-bytes",
@@ -643,6 +658,33 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call
         assert failed.value.code() is refused
+
+
+async def test_routers_in_front_follow_cache_events_over_zeromq(
+    outsider: Outsider, sockets: Path
+) -> None:
+    """A late subscriber asks for what it has missed: the blocks of a prompt, with their tokens."""
+    prompt = list(range(7, 137))
+    await ask(outsider, {"tokenIds": {"ids": prompt}})
+    told = set[tuple[int, ...]]()
+    context = zmq.asyncio.Context()
+    try:
+        events = context.socket(zmq.SocketType.SUB)
+        events.connect(f"ipc://{sockets}/events")
+        events.subscribe("kv@here@model")
+        missed = context.socket(zmq.SocketType.DEALER)
+        missed.connect(f"ipc://{sockets}/missed")
+        async with asyncio.timeout(60):
+            while not {tuple(prompt[:64]), tuple(prompt[64:128])} <= told:
+                await missed.send_multipart([b"", bytes(8)])
+                _, number, _ = await missed.recv_multipart()
+                assert number == b"\xff" * 8, "the first number is gone: a snapshot comes to all"
+                while await events.poll(2000):
+                    _, _, content = await events.recv_multipart()
+                    for event in msgspec.msgpack.decode(content)[1]:
+                        told.add(tuple(event.get("token_ids", ())))
+    finally:
+        context.destroy(linger=0)
 
 
 async def test_vllm_gateways_follow_cache_events(outsider: Outsider) -> None:

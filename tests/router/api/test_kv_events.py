@@ -11,6 +11,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 from protos import worker_pb2
 from router.api import kv_events
 from router.api.kv_events import CacheEvents, Subscription
+from router.api.vllm_events import batch_to_proto
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import block_names
 
@@ -29,7 +30,7 @@ class Gateway:
     async def read(self) -> None:
         if not self._subscription._has_news.is_set():
             return
-        for batch in await self._subscription.news():
+        for batch in map(batch_to_proto, await self._subscription.news()):
             self.numbers.append(batch.sequence_number)
             for event in batch.events:
                 self._apply(event)
@@ -59,8 +60,8 @@ class Cluster:
         self.index.listener = self.events = CacheEvents(self.index.is_held)
         self._num_reports: dict[str, int] = {}
 
-    def place(self, *token_ids: int, salt: str = "") -> None:
-        self.events.placed(RoutedPrompt(token_ids, salt), PAGE, "m")
+    def place(self, *token_ids: int, salt: str = "", adapter: str = "") -> None:
+        self.events.placed(RoutedPrompt(token_ids, salt, adapter=adapter), PAGE, "m")
 
     def report(
         self, worker: str, stored: tuple[bytes, ...] = (), removed: tuple[bytes, ...] = ()
@@ -108,6 +109,34 @@ async def test_earlier_blocks_are_published_once_tokens_are_known_salted_never()
         cluster.place(1, 2, 9, 9, 9)
         await gateway.read()
         assert list(gateway.prompts.values()) == [(1, 2)]
+
+
+async def test_a_subscriber_sees_the_blocks_of_its_adapter() -> None:
+    """The same tokens with an adapter are other blocks, which its gateway must not take for its own."""
+    cluster = Cluster()
+    with_adapter = block_names((1, 2, 3, 4), PAGE, compatibility="m", adapter="a@1")
+    with (
+        cluster.events.subscribe(adapter="") as plain,
+        cluster.events.subscribe(adapter="a") as adapted,
+        cluster.events.subscribe() as whole,
+    ):
+        gateways = [Gateway(each) for each in (plain, adapted, whole)]
+        for gateway in gateways:
+            await gateway.read()
+        cluster.place(1, 2, 3, 4, 5)
+        cluster.place(1, 2, 3, 4, 5, adapter="a@1")
+        cluster.report("h:1", stored=(*names(1, 2)[:1], *with_adapter))
+        for gateway in gateways:
+            await gateway.read()
+        assert [len(gateway.prompts) for gateway in gateways] == [1, 2, 3]
+        with cluster.events.subscribe(adapter="a") as late:
+            gateway = Gateway(late)
+            await gateway.read()
+            assert gateway.prompts == gateways[1].prompts
+        cluster.report("h:1", removed=with_adapter)
+        for gateway in gateways:
+            await gateway.read()
+        assert [len(gateway.prompts) for gateway in gateways] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("max_blocks", [5, 1000])
