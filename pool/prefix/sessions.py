@@ -58,8 +58,10 @@ class RetainedPoints:
             return
         if session is None:
             session = self._sessions[tag.digest] = SessionPoints(tag.digest, tag.client)
+        superseded = []
+        if run.owner is None:  # else a chunk of the same prompt has made it longer
+            superseded = [old for old in session.runs if _supersedes(run, old)]
         session.runs.pop(run, None)
-        superseded = [old for old in session.runs if _supersedes(run, old)]
         run.owner = session
         session.runs[run] = None
         self._boost(run, tag.retention_s)
