@@ -91,7 +91,7 @@ def random_layout(
         for role in ("prefill", "decode", "worker")
         if pools.get(role)
     )
-    if all_exchange and dice.random() < 0.5:
+    if all_exchange and not has_adapters and dice.random() < 0.5:
         flags = (*flags, "--overlap-tokens", "32")
     policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
