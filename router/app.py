@@ -20,13 +20,13 @@ from protos import (
     orca_service_pb2_grpc,
 )
 from router.api.adapters import AdaptersService
-from router.api.cache_events import followed_events, published_events
 from router.api.caches import CachesService
 from router.api.generation import GenerationService, RequestLimits
 from router.api.kv_events import CacheEvents
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
 from router.api.status_page import status_pages
+from router.cache_events import followed_events, published_events
 from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission
 from router.request.client_limits import LimitsFile
@@ -88,15 +88,7 @@ async def serve(
     )
     names = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
     rpc_metrics = RpcMetrics.create(registry)
-    server = GrpcServer(
-        _server_options(config),
-        services=names,
-        metrics=rpc_metrics,
-        security=security,
-        background_methods=ENDLESS_METHODS,
-        also_served=(ORCA_SERVICE,),
-        tracing=tracing,
-    )
+    server = _server(_server_options(config), names, ORCA_SERVICE, rpc_metrics, security, tracing)
     of_adapters = _adapter_servers(config, rpc_metrics, security, tracing)
     request_log = None if config.request_log is None else RequestLog(config.request_log)
     events = followed_events(config, services.directory.caches.prefill)
@@ -133,19 +125,37 @@ async def serve(
             await asyncio.to_thread(request_log.close)
 
 
+def _server(
+    options: ServerOptions,
+    services: tuple[str, ...],
+    also_served: str,
+    metrics: RpcMetrics,
+    security: ServerSecurity,
+    tracing: Tracing,
+) -> GrpcServer:
+    return GrpcServer(
+        options,
+        services=services,
+        metrics=metrics,
+        security=security,
+        background_methods=ENDLESS_METHODS,
+        also_served=(also_served,),
+        tracing=tracing,
+    )
+
+
 def _adapter_servers(
     config: RouterConfig, metrics: RpcMetrics, security: ServerSecurity, tracing: Tracing
 ) -> dict[str, GrpcServer]:
     """Return a server for each adapter that has an address, by name."""
     return {
-        adapter: GrpcServer(
+        adapter: _server(
             replace(_server_options(config), listen=address, health_listen=None),
-            services=(),
-            metrics=metrics,
-            security=security,
-            background_methods=ENDLESS_METHODS,
-            also_served=(VLLM_SERVICE,),
-            tracing=tracing,
+            (),
+            VLLM_SERVICE,
+            metrics,
+            security,
+            tracing,
         )
         for adapter, address in config.adapter_addresses.items()
     }

@@ -69,7 +69,7 @@ class SnapshotChunk:
 
 
 @dataclass(frozen=True)
-class EventBatch:
+class CacheEventBatch:
     """Events in order. The first part of a snapshot replaces all that was published before."""
 
     number: int
@@ -225,7 +225,7 @@ class Subscription:
         self._events = None
         self._has_news.set()
 
-    async def news(self) -> list[EventBatch]:
+    async def news(self) -> list[CacheEventBatch]:
         """Wait for events and return them in batches, which are numbered consecutively."""
         await self._has_news.wait()
         self._has_news.clear()
@@ -233,7 +233,7 @@ class Subscription:
         self._events = []
         return self._snapshot() if events is None else [self._batch(events)]
 
-    def _snapshot(self) -> list[EventBatch]:
+    def _snapshot(self) -> list[CacheEventBatch]:
         blocks = self._published(self._adapter)
         firsts = range(0, max(len(blocks), 1), CHUNK_BLOCKS)
         return [
@@ -246,6 +246,6 @@ class Subscription:
 
     def _batch(
         self, events: Sequence[CacheEvent], chunk: SnapshotChunk | None = None
-    ) -> EventBatch:
+    ) -> CacheEventBatch:
         self._number += 1
-        return EventBatch(self._number, events, chunk)
+        return CacheEventBatch(self._number, events, chunk)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from router.api.kv_events import CacheEvent, EventBatch, TokenBlock
+from router.api.kv_events import CacheEvent, CacheEventBatch, TokenBlock
 
 
-def batch_to_proto(batch: EventBatch) -> pb.KvEventBatch:
+def batch_to_proto(batch: CacheEventBatch) -> pb.KvEventBatch:
     """Return the message of `SubscribeKvEvents` for a batch."""
     message = pb.KvEventBatch(sequence_number=batch.number, timestamp=time.time())
     if batch.clears:

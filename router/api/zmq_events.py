@@ -16,7 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.api.kv_events import CacheEvent, CacheEvents, EventBatch, Subscription
+from router.api.kv_events import CacheEvent, CacheEventBatch, CacheEvents, Subscription
 from runtime.errors import ConfigError
 
 MAX_BUFFERED = 10_000  # batches
@@ -171,7 +171,7 @@ class ZmqEvents:
         return socket
 
 
-def content_of(batch: EventBatch) -> ContentOfBatch:
+def content_of(batch: CacheEventBatch) -> ContentOfBatch:
     """Return the content of the message for a batch."""
     cleared = [AllBlocksCleared()] if batch.clears else []
     return ContentOfBatch(time.time(), [*cleared, *map(_event, batch.events)], 0)
