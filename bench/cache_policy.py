@@ -121,7 +121,11 @@ class CachedPool:
         self._leased: set[int] = set()
         self._kept: set[int] = set()
         self._tree = PrefixTree(
-            rule, self._clock, is_page_held=self._leased.__contains__, num_pages=num_pages
+            rule,
+            self._clock,
+            is_page_held=self._leased.__contains__,
+            num_pages=num_pages,
+            num_slots=num_slots,
         )
         self.journal = self._tree.journal
         self._pages, self._slots = list(range(1, num_pages + 1)), list(range(1, num_slots + 1))

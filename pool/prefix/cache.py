@@ -164,6 +164,7 @@ class PrefixCache:
             is_slot_held=self.slots.ledger.is_leased,
             journal=self.journal,
             num_pages=self.pages.num_total,
+            num_slots=self.slots.num_total,
         )
 
     def _evict_pages(self, count: int) -> Sequence[int]:

@@ -4,13 +4,13 @@ The next turn of a session usually resumes from its newest point. So that point 
 the time of its last use says, and the points before it, which the next turn does not need, are
 worth less. A session may have several newest points: those of an agent and its sub-agents.
 
-What a client retains is bounded, because clients name their sessions themselves. Belongs to the
-thread that schedules.
+What clients retain is bounded, because they name their sessions themselves. A recurrent state
+counts as its share of the pages. Belongs to the thread that schedules.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from math import inf
+from math import ceil, inf
 
 from engine.core.request import CacheSession
 from pool.prefix.runs import BlockRun, SessionPoints
@@ -32,13 +32,15 @@ class RetainedPoints:
     `boost_s` is added to its worth.
     """
 
-    def __init__(self, max_pages: float, changed: Callable[[BlockRun], object]) -> None:
-        """Create an empty one.
+    def __init__(
+        self, num_pages: float, num_slots: int, changed: Callable[[BlockRun], object]
+    ) -> None:
+        """Create an empty one for a cache of these pages, and these slots for states.
 
-        At most `max_pages` pages are retained. `changed` is called with each run whose worth has
-        changed.
+        `changed` is called with each run whose worth has changed.
         """
-        self._max_pages = max_pages
+        self._max_pages = num_pages / RETAINED_SHARE
+        self._state_pages = ceil(num_pages / num_slots) if num_slots else 0
         self._changed = changed
         self._sessions: dict[bytes, SessionPoints] = {}
         # Pages up to each retained point, by client, from the oldest point to the newest.
@@ -122,9 +124,10 @@ class RetainedPoints:
             self._changed(oldest)
 
     def _retain(self, client: bytes, run: BlockRun) -> None:
-        self._retained.setdefault(client, OrderedDict())[run] = run.depth
-        self._retained_by[client] = self._retained_by.get(client, 0) + run.depth
-        self.num_retained += run.depth
+        num_pages = run.depth if run.slot_id is None else max(run.depth, self._state_pages)
+        self._retained.setdefault(client, OrderedDict())[run] = num_pages
+        self._retained_by[client] = self._retained_by.get(client, 0) + num_pages
+        self.num_retained += num_pages
 
     def _unretain(self, client: bytes, run: BlockRun) -> None:
         runs = self._retained.get(client)

@@ -25,7 +25,7 @@ from pool.prefix.eviction import EvictionOrder, idle_pages, snapshot_worth, wort
 from pool.prefix.journal import PointJournal
 from pool.prefix.resume_rule import ResumeRule
 from pool.prefix.runs import BlockRun
-from pool.prefix.sessions import RETAINED_SHARE, RetainedPoints
+from pool.prefix.sessions import RetainedPoints
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
@@ -81,8 +81,9 @@ class PrefixTree:
         is_slot_held: Callable[[int], bool] = _never,
         journal: PointJournal | None = None,
         num_pages: float = inf,
+        num_slots: int = 0,
     ) -> None:
-        """Create an empty tree for a pool of `num_pages`.
+        """Create an empty tree for a pool of `num_pages` and of `num_slots` for states.
 
         Held ids are evicted last; after that only their holders have them.
         """
@@ -100,7 +101,7 @@ class PrefixTree:
         self.journal.follow(self._runs if self._points is None else self._points)
         self._leaves = EvictionOrder(worth)
         self._snapshots = EvictionOrder(snapshot_worth)
-        self.sessions = RetainedPoints(num_pages / RETAINED_SHARE, self._put)
+        self.sessions = RetainedPoints(num_pages, num_slots, self._put)
 
     @property
     def num_pages(self) -> int:

@@ -24,10 +24,15 @@ def tag(
 class Cached:
     """A tree in which block `x` of a prompt has a page of its own; prompts are strings."""
 
-    def __init__(self, *, has_states: bool = False, num_pages: int = NUM_PAGES) -> None:
+    def __init__(
+        self, *, has_states: bool = False, num_pages: int = NUM_PAGES, num_slots: int = NUM_PAGES
+    ) -> None:
         self.clock = ManualClock()
         self.tree = PrefixTree(
-            ResumeRule(16, has_states=has_states), self.clock, num_pages=num_pages
+            ResumeRule(16, has_states=has_states),
+            self.clock,
+            num_pages=num_pages,
+            num_slots=num_slots,
         )
         self.has_states = has_states
         self.page_of = dict[bytes, int]()
@@ -184,6 +189,22 @@ def test_one_client_retains_no_more_than_its_share() -> None:
     cached.evict(20)
     assert cached.has("modest")
     assert [cached.has(f"{number}gre") for number in range(8)] == [False] * 5 + [True] * 3
+
+
+def test_sessions_retain_no_more_than_their_share_of_states() -> None:
+    """Two of four slots, although their prompts are short."""
+    cached = Cached(has_states=True, num_slots=4)
+    for name in "abcd":
+        cached.prompt(name, tag(name))
+    cached.prompt("z")
+    cached.tree.evict_snapshots(3)
+    assert [cached.tree.slot_of(name.encode()) is not None for name in "abcdz"] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_points_per_session_are_bounded() -> None:
