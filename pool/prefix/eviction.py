@@ -31,6 +31,10 @@ class EvictionOrder:
         """Return a lower bound of the worth of its runs."""
         return self._heap[0][0] if self._heap else inf
 
+    @property
+    def runs(self) -> Iterable[BlockRun]:
+        return self._latest
+
     def put(self, run: BlockRun) -> None:
         """Add a run at its present worth, so that it may be evicted."""
         serial = self._latest[run] = next(self._serial)
@@ -77,15 +81,16 @@ def snapshot_worth(run: BlockRun) -> float:
     return worth(run) + HALF_LIFE_S * log2(run.num_saved)
 
 
-def idle_pages(runs: Iterable[BlockRun], now_s: float) -> list[tuple[float, int]]:
-    """Return the pages of a tree, of all its runs, by when a prompt last went through them.
+def idle_pages(leaves: Iterable[BlockRun], now_s: float) -> list[tuple[float, int]]:
+    """Return the pages of a tree with these leaves, by when a prompt last went through them.
 
     Each item is of one run: the seconds since then, and the number of pages.
     """
     used_s: dict[BlockRun, float] = {}
-    for run in runs:
-        latest_s, node = run.used_s, run
+    for leaf in leaves:
+        latest_s, node = leaf.used_s, leaf
         while node.parent is not None and used_s.get(node, -inf) < latest_s:
             used_s[node] = latest_s
             node = node.parent
+            latest_s = max(latest_s, node.used_s)
     return [(now_s - at_s, len(run.names)) for run, at_s in used_s.items()]

@@ -249,8 +249,8 @@ class PrefixTree:
         return given
 
     def idle_pages(self) -> list[tuple[float, int]]:
-        """Return what `pool.prefix.eviction.idle_pages` does of all runs."""
-        return idle_pages(set(self._runs.values()), self._clock.now())
+        """Return what `pool.prefix.eviction.idle_pages` does."""
+        return idle_pages(self._leaves.runs, self._clock.now())
 
     def clear(self) -> Changed:
         """Evict everything."""
