@@ -1,6 +1,7 @@
 """The events of the caches that a router knows of, and their publication by its settings."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -9,6 +10,8 @@ from router.api.kv_events import CacheEvents
 from router.config import RouterConfig
 from router.workers.prefix_index import PrefixIndex
 from runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def followed_events(config: RouterConfig, index: PrefixIndex) -> CacheEvents:
@@ -40,6 +43,8 @@ async def published_events(
         ) from error
     topic = config.kv_events_topic or f"kv@{socket.gethostname()}@{model}"
     publisher = ZmqEvents(events, topic, config.kv_events, config.kv_events_replay)
+    addresses = ", ".join(publisher.addresses)
+    logger.info("cache events are published", extra={"address": addresses, "topic": topic})
     try:
         yield publisher.run
     finally:

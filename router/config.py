@@ -270,6 +270,9 @@ class RouterConfig(TlsConfig):
         """
         _ = self.adapter_addresses
         check_endpoint(self.otel_endpoint)
+        for field in ("kv_events", "kv_events_replay"):
+            if address := getattr(self, field):
+                _check_zmq_address(address, field)
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("kv_events_replay needs kv_events", field="kv_events_replay")
         Holdback.parse(self.holdback)
@@ -293,3 +296,14 @@ class RouterConfig(TlsConfig):
         if found and not self.vllm_engine:
             raise ConfigError("adapter_listen needs vllm_engine", field="adapter_listen")
         return found
+
+
+def _check_zmq_address(text: str, field: str) -> None:
+    """Raise ConfigError if ZeroMQ cannot listen on an address; some it would take for another."""
+    kind, _, place = text.partition("://")
+    if kind == "tcp":
+        parse_address(place, field=field)
+    elif kind != "ipc" or not place:
+        raise ConfigError(
+            f"{field} must be tcp://HOST:PORT or ipc://PATH, got {text!r}", field=field
+        )

@@ -6,6 +6,8 @@ import itertools
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,12 +18,14 @@ from protos import worker_pb2
 from router.api import zmq_events
 from router.api.kv_events import CacheEvents, TokenBlock
 from router.api.zmq_events import ReplayBuffer, ZmqEvents
+from router.config import RouterConfig
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import block_names
 from runtime.errors import ConfigError
 
 PAGE = 2
 TOPIC = "kv@pod@model"
+MODEL = Path("model")
 WAIT_S = 10.0
 ANSWER_MS = 1000
 
@@ -266,3 +270,27 @@ async def test_an_address_in_use_is_refused_by_its_field() -> None:
         with pytest.raises(ConfigError, match="cannot listen on") as refused:
             ZmqEvents(publisher.events, TOPIC, "tcp://127.0.0.1:*", "nonsense")
         assert refused.value.field == "kv_events_replay"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "said"),
+    [
+        ({"kv_events": "5557"}, "kv_events", "must be tcp://HOST:PORT or ipc://PATH"),
+        ({"kv_events": "udp://*:1"}, "kv_events", "must be tcp://HOST:PORT or ipc://PATH"),
+        ({"kv_events": "ipc://"}, "kv_events", "must be tcp://HOST:PORT or ipc://PATH"),
+        ({"kv_events": "tcp://*:99999"}, "kv_events", "port from 0 to 65535"),
+        (
+            {"kv_events": "tcp://*:0", "kv_events_replay": "tcp://h"},
+            "kv_events_replay",
+            "must be HOST:PORT",
+        ),
+        ({"kv_events_replay": "tcp://*:5558"}, "kv_events_replay", "needs kv_events"),
+    ],
+)
+def test_addresses_are_checked_before_the_start(
+    settings: dict[str, Any], field: str, said: str
+) -> None:
+    config = RouterConfig(model=MODEL, prefill=("h:1",), decode=("h:2",), **settings)
+    with pytest.raises(ConfigError, match=said) as refused:
+        config.check()
+    assert refused.value.field == field
