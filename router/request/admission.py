@@ -58,7 +58,7 @@ class Admission:
         )
         self._entered = asyncio.Event()  # set when a request is queued
         self._swept_s = self._clock.now()
-        self._rejections = Rejections(directory, limits, metrics)
+        self._rejections = Rejections(directory, limits, metrics, self._clock)
         metrics.queue_depth.set_function(lambda: len(self._line))
         metrics.paused.set_function(lambda: self.preemption.num_paused)
         metrics.queue_oldest_s.set_function(lambda: self._line.oldest_s(self._clock.now()))
@@ -238,7 +238,7 @@ class Admission:
         queued = QueuedRequest(ticket.request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(ticket.demand, queued, ticket.rates, self._clock.now())
         if isinstance(waiter, Refusal):
-            raise self._rejections.refused(waiter)
+            raise self._rejections.refused(waiter, ticket.request.client)
         if waiter.displaced is not None:
             refusal = Refusal(Cause.QUEUE_FULL, self.wait_s())
             self._fail(

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from router.request.demand import Cause, Refusal
 from router.request.holdback import NO_HOLDBACK, Holdback
+from router.request.return_times import ReturnTimes
 from router.request.validate import AdmissibleRequest
 from router.workers.directory import Directory
+from runtime.clock import Clock
 from runtime.errors import CapacityError, UnavailableError
 from runtime.model_files.adapter_folders import adapter_name
 from runtime.observe.metrics.router import RouterMetrics
@@ -33,17 +35,18 @@ class Rejections:
     """Rejections of requests, counted by cause."""
 
     def __init__(
-        self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics
+        self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics, clock: Clock
     ) -> None:
         self._directory = directory
+        self._returns = ReturnTimes(clock)
         self._limits = limits
         self._metrics = metrics
         for cause in Cause:  # exported as 0 before the first event
             metrics.refused.labels(cause)
             metrics.dropped.labels(cause)
 
-    def refused(self, refusal: Refusal) -> CapacityError:
-        """Count and return the error of a request rejected on arrival."""
+    def refused(self, refusal: Refusal, client: str) -> CapacityError:
+        """Count and return the error of a client's request rejected on arrival."""
         self._metrics.refused.labels(refusal.cause).inc()
         wait = f"requests wait for {refusal.wait_s:.2g} s"
         takes = f"this one would take {refusal.service_s:.2g} s"
@@ -53,7 +56,9 @@ class Rejections:
             Cause.DEADLINE: f"{wait} and {takes}, more than its deadline leaves",
         }
         return CapacityError(
-            texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s
+            texts[refusal.cause],
+            resource="router queue",
+            retry_after_s=self._retry_after_s(refusal, client),
         )
 
     def dropped(
@@ -76,7 +81,15 @@ class Rejections:
         text = texts.get(
             refusal.cause, f"no pair of workers had room for {self._limits.max_wait_s:g} s"
         )
-        return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
+        retry_after_s = self._retry_after_s(refusal, request.client)
+        return CapacityError(text, resource="workers", retry_after_s=retry_after_s)
+
+    def _retry_after_s(self, refusal: Refusal, client: str) -> float | None:
+        delay_s = refusal.retry_after_s
+        if delay_s is None or refusal.cause is not Cause.QUEUE_FULL:
+            return delay_s
+        place_s = refusal.wait_s / max(self._limits.max_waiting, 1)
+        return self._returns.delay_s(client, delay_s, place_s)
 
     def no_compatible_workers(self, request: AdmissibleRequest) -> UnavailableError:
         if adapter := request.placement.prompt.adapter:

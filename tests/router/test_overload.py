@@ -130,6 +130,29 @@ async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
         await router.assert_nothing_left()
 
 
+async def test_rejected_requests_do_not_all_come_back_at_once() -> None:
+    """Of 60 requests of one client 4 may be queued. Each comes again when it is told to."""
+    num_calls = 0
+
+    async def patient(router: RouterHarness) -> None:
+        nonlocal num_calls
+        while True:
+            num_calls += 1
+            error = await outcome(router, PATIENCE_S)
+            if error is None:
+                return
+            assert isinstance(error, CapacityError)
+            await asyncio.sleep(error.retry_after_s or 1.0)
+
+    prefill, decode = workers()
+    decode.token_pause_s = 0.02
+    async with running_router(prefill, decode, admission=AdmissionLimits(max_waiting=4)) as router:
+        await measured(router)
+        await asyncio.gather(*(patient(router) for _ in range(60)))
+        assert num_calls < 60 * 4, "with the same delay for all there were 330"
+        await router.assert_nothing_left()
+
+
 async def test_a_request_that_cannot_finish_is_dropped_before_placement() -> None:
     """The pool stops, so no request is placed. Service takes 1.5 s: the request is dropped that long
     before its deadline, and a machine that stalls for less changes nothing."""
