@@ -225,9 +225,21 @@ class Subscription:
         self._events = None
         self._has_news.set()
 
-    async def news(self) -> list[CacheEventBatch]:
-        """Wait for events and return them in batches, which are numbered consecutively."""
-        await self._has_news.wait()
+    @property
+    def last_number(self) -> int:
+        """Return the number of the last batch."""
+        return self._number
+
+    async def news(self, timeout_s: float | None = None) -> list[CacheEventBatch]:
+        """Wait for events and return them in batches, which are numbered consecutively.
+
+        The list is empty if there were none for `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        except TimeoutError:
+            return []
         self._has_news.clear()
         events = self._events
         self._events = []

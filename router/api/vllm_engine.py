@@ -8,6 +8,7 @@ conversations to the router (`router.text.carrier`), which renders and tokenizes
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from protos import generation_pb2 as pb
 from router.api.generation import GenerationService
 from router.api.kv_events import CacheEvents
-from router.api.vllm_events import batch_to_proto
+from router.api.vllm_events import batch_to_proto, load_to_proto
 from router.api.vllm_tokenizer import GatewayTokenizer
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
 from router.text.tokenizer import INLINE_CHARACTERS
@@ -33,6 +34,7 @@ from runtime.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]
 TOKENIZER_CHUNK_BYTES = 1 << 20
+LOAD_INTERVAL_S = 1.0  # between two messages with the load, if there are no events
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
@@ -201,9 +203,15 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
         last_number = request.start_sequence_number
         with self._events.subscribe(last_number, self._adapter) as subscription:
-            while True:
-                for batch in await subscription.news():
-                    yield batch_to_proto(batch)
+            for sample in itertools.count():
+                batches = await subscription.news(LOAD_INTERVAL_S)
+                load = load_to_proto(self._generation.load(), sample)
+                for batch in batches:
+                    yield batch_to_proto(batch, load)
+                if not batches:
+                    load.load_only = True
+                    number = subscription.last_number
+                    yield common_pb2.KvEventBatch(sequence_number=number, load=load)
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
         """Reject the call as a bad request: gateways turn UNIMPLEMENTED into a server error, which

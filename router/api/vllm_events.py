@@ -1,16 +1,29 @@
-"""Cache events in the messages of the vLLM engine contract."""
+"""Cache events in the messages of the vLLM engine contract, and the load that goes with them."""
 
 import time
 from collections.abc import Sequence
 
 from smg_grpc_proto.generated import common_pb2 as pb
 
+from protos import generation_pb2
 from router.api.kv_events import CacheEvent, CacheEventBatch, TokenBlock
 
 
-def batch_to_proto(batch: CacheEventBatch) -> pb.KvEventBatch:
+def load_to_proto(load: generation_pb2.GetLoadResponse, sample: int) -> pb.EngineLoad:
+    """Return the load that goes with events; `sample` grows with every message."""
+    return pb.EngineLoad(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests + load.queued_requests,
+        waiting_uncached_tokens=load.queued_tokens,
+        token_usage=load.kv_utilization,
+        max_running_requests=load.max_running_requests,
+        sample=sample,
+    )
+
+
+def batch_to_proto(batch: CacheEventBatch, load: pb.EngineLoad | None = None) -> pb.KvEventBatch:
     """Return the message of `SubscribeKvEvents` for a batch."""
-    message = pb.KvEventBatch(sequence_number=batch.number, timestamp=time.time())
+    message = pb.KvEventBatch(sequence_number=batch.number, timestamp=time.time(), load=load)
     if batch.clears:
         message.events.add().cleared.SetInParent()
     message.events.extend(map(_event, batch.events))

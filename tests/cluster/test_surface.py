@@ -705,3 +705,11 @@ async def test_vllm_gateways_follow_cache_events(outsider: Outsider) -> None:
             for event in (await anext(batches)).events:
                 for key in event.removed.block_hashes:
                     told.pop(key, None)
+        first, second = await anext(batches), await anext(batches)
+    assert first.load.load_only
+    assert second.load.load_only
+    assert first.sequence_number == second.sequence_number
+    assert second.load.sample == first.load.sample + 1
+    loads = await stub.GetLoads(vllm.GetLoadsRequest(), timeout=60)
+    assert second.load.max_running_requests == loads.loads[0].max_running_requests > 0
+    assert second.load.running_requests == second.load.waiting_requests == 0
