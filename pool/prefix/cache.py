@@ -143,12 +143,12 @@ class PrefixCache:
     @property
     def num_sessions(self) -> int:
         """Return the number of sessions of which the cache has a point."""
-        return 0 if self.rule is None else self._tree.sessions.num_sessions
+        return 0 if self.rule is None else len(self._tree.retained.sessions)
 
     @property
     def num_retained(self) -> int:
         """Return the number of pages that it keeps longer for sessions."""
-        return 0 if self.rule is None else self._tree.sessions.num_retained
+        return 0 if self.rule is None else self._tree.retained.num_retained
 
     def idle_pages(self) -> list[tuple[float, int]]:
         """Return what `PrefixTree.idle_pages` does."""

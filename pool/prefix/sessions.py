@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from math import ceil, inf
 
 from engine.core.request import CacheSession
-from pool.prefix.runs import BlockRun, SessionPoints
+from pool.prefix.eviction import BlockRun, SessionPoints
 
 # Chosen by bench.cache_policy on recorded agents.
 SUPERSEDED_S = 480.0  # a superseded point is evicted as if it were unused for this much longer
@@ -42,24 +42,20 @@ class RetainedPoints:
         self._max_pages = num_pages / RETAINED_SHARE
         self._state_pages = ceil(num_pages / num_slots) if num_slots else 0
         self._changed = changed
-        self._sessions: dict[bytes, SessionPoints] = {}
+        self.sessions: dict[bytes, SessionPoints] = {}  # those that have a point, by digest
         # Pages up to each retained point, by client, from the oldest point to the newest.
         self._retained: dict[bytes, OrderedDict[BlockRun, int]] = {}
         self._retained_by: dict[bytes, int] = {}  # pages of each client
         self.num_retained = 0  # pages; those that sessions share count for each
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
     def add(self, run: BlockRun, tag: CacheSession) -> None:
         """Note that a session has left a point; the points that it supersedes are demoted."""
-        session = self._sessions.get(tag.digest)
+        session = self.sessions.get(tag.digest)
         if run.owner is not None and run.owner is not session:
             self.share(run)
             return
         if session is None:
-            session = self._sessions[tag.digest] = SessionPoints(tag.digest, tag.client)
+            session = self.sessions[tag.digest] = SessionPoints(tag.digest, tag.client)
         superseded = []
         if run.owner is None:  # else a chunk of the same prompt has made it longer
             superseded = [old for old in session.runs if _supersedes(run, old)]
@@ -105,7 +101,7 @@ class RetainedPoints:
         self._unretain(session.client, run)
         del session.runs[run]
         if not session.runs:
-            self._sessions.pop(session.digest, None)
+            self.sessions.pop(session.digest, None)
 
     def _boost(self, run: BlockRun, boost_s: float) -> None:
         """Set the boost of a run; if too many pages are retained then, retain fewer."""

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from math import inf
 
 from engine.core.request import CacheSession
-from pool.prefix.eviction import EvictionOrder, idle_pages, snapshot_worth, worth
+from pool.prefix.eviction import BlockRun, EvictionOrder, idle_pages, snapshot_worth, worth
 from pool.prefix.journal import PointJournal
 from pool.prefix.resume_rule import ResumeRule
-from pool.prefix.runs import BlockRun
 from pool.prefix.sessions import RetainedPoints
 from runtime.clock import Clock
 from runtime.errors import InternalError
@@ -101,7 +100,7 @@ class PrefixTree:
         self.journal.follow(self._runs if self._points is None else self._points)
         self._leaves = EvictionOrder(worth)
         self._snapshots = EvictionOrder(snapshot_worth)
-        self.sessions = RetainedPoints(num_pages, num_slots, self._put)
+        self.retained = RetainedPoints(num_pages, num_slots, self._put)
 
     @property
     def num_pages(self) -> int:
@@ -162,7 +161,8 @@ class PrefixTree:
         if depth and names[depth - 1] in self._runs:
             run = self._ending_at(names, depth)
             run.num_hits += 1
-            self.sessions.used(run, session)
+            if run.owner is not None or run.boost_s < 0:
+                self.retained.used(run, session)
             self._use(run)
 
     def insert(
@@ -214,7 +214,7 @@ class PrefixTree:
             self.journal.stored(points)
         self._use(run)
         if session is not None:
-            self.sessions.add(run, session)
+            self.retained.add(run, session)
         return taken
 
     def evict_pages(self, num_pages: int) -> Changed:
@@ -346,7 +346,7 @@ class PrefixTree:
         self._remove_points(run.names[-1:])
         run.slot_id = None
         self._snapshots.discard(run)
-        self.sessions.forget(run)
+        self.retained.forget(run)
         while run.is_bare:
             run = self._shortened(run, len(run.names), given)
         self._put_leaf(run)
@@ -389,7 +389,7 @@ class PrefixTree:
         self._leaves.discard(run)
         if run.names:
             return run
-        self.sessions.forget(run)
+        self.retained.forget(run)
         assert run.parent is not None
         run.parent.num_children -= 1
         run.parent.used_s = max(run.parent.used_s, run.used_s)

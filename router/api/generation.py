@@ -14,7 +14,7 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.answer import Answer, Output, ResponseQueue
-from router.request.cache_hints import cache_session, outcomes, session_named
+from router.request.cache_hints import SESSION_KEYS, cache_session, outcomes, session_named
 from router.request.choices import choice_of, run_together
 from router.request.client_limits import ClientLimits, LimitsFile, NamedLimits
 from router.request.flow import RequestFlow, Services
@@ -168,11 +168,15 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         call: GenerateCall,
     ) -> None:
         """Name the session of a request for the workers, as its hints ask."""
+        metadata = dict(call.context.invocation_metadata() or ())
+        is_named = request.session_id or any(key in metadata for key in SESSION_KEYS)
+        if not is_named and not request.HasField("kv_hints"):
+            return
         hints, found = outcomes(request.kv_hints)
         for action, outcome in found:
             self._services.metrics.kv_hints.labels(action, outcome).inc()
         session = cache_session(
-            session_named(request, dict(call.context.invocation_metadata() or ())),
+            session_named(request, metadata),
             hints,
             client=call.caller.account,
             salt=engine.cache_salt,

@@ -96,12 +96,8 @@ def session_named(request: pb.GenerateRequest, metadata: Mapping[str, str | byte
     return request.session_id or next(named, "")
 
 
-def hint_violations(request: pb.GenerateRequest) -> Iterator[FieldViolation]:
-    """Yield the fields of a request's session and hints that are outside their limits."""
-    yield from _too_long("session_id", request.session_id, MAX_SESSION_ID_BYTES)
-    if not request.session_id.isprintable():
-        yield FieldViolation("session_id", "must consist of printable characters")
-    hints = request.kv_hints
+def hint_violations(hints: pb.KvHints) -> Iterator[FieldViolation]:
+    """Yield the fields of a request's hints that are outside their limits."""
     yield from _too_long("kv_hints.message_id", hints.message_id, MAX_HINT_NAME_BYTES)
     if (count := len(hints.actions)) > MAX_HINTS:
         yield FieldViolation("kv_hints.actions", f"has {count} entries, the limit is {MAX_HINTS}")

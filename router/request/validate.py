@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from protos import generation_pb2, types_pb2
-from router.request.cache_hints import hint_violations
+from router.request.cache_hints import MAX_SESSION_ID_BYTES, hint_violations
 from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
 from router.request.priorities import MAX_PRIORITY
 from router.request.resumption import (
@@ -114,7 +114,7 @@ async def admissible(
     violations = [
         *unknown_fields(request),
         *_identity(request, most_urgent),
-        *hint_violations(request),
+        *_session(request),
         *_prompt(request, facts, text_tokenizer),
         *_sampling(request.sampling, facts),
         *_stop(request, facts, text_tokenizer),
@@ -165,6 +165,15 @@ def _identity(
             yield FieldViolation(name, f"must be at most {MAX_TOP_LOGPROBS}, got {count}")
     if request.HasField("n") and not 1 <= request.n <= MAX_CHOICES:
         yield FieldViolation("n", f"must be between 1 and {MAX_CHOICES}, got {request.n}")
+
+
+def _session(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
+    if (size := len(request.session_id.encode())) > MAX_SESSION_ID_BYTES:
+        yield FieldViolation("session_id", f"has {size} bytes, the limit is {MAX_SESSION_ID_BYTES}")
+    elif not request.session_id.isprintable():
+        yield FieldViolation("session_id", "must consist of printable characters")
+    if request.HasField("kv_hints"):
+        yield from hint_violations(request.kv_hints)
 
 
 def _priority(request: generation_pb2.GenerateRequest, most_urgent: int) -> int:

@@ -123,8 +123,8 @@ def test_an_ended_session_is_evicted_first() -> None:
     cached.evict(3)
     assert cached.has("old")
     assert not cached.has("aX")
-    assert cached.tree.sessions.num_sessions == 0
-    assert cached.tree.sessions.num_retained == 0
+    assert len(cached.tree.retained.sessions) == 0
+    assert cached.tree.retained.num_retained == 0
 
 
 def test_a_point_that_is_used_again_is_not_demoted_any_more() -> None:
@@ -145,7 +145,7 @@ def test_a_shared_point_belongs_to_no_session() -> None:
     cached.prompt("abc", tag("t"))
     cached.prompt("abcd", tag("s"))
     cached.prompt("abcX", tag("t"))
-    assert cached.tree.sessions.num_sessions == 2
+    assert len(cached.tree.retained.sessions) == 2
     cached.prompt("xyz")
     cached.evict(2)
     assert cached.has("abcd")
@@ -163,7 +163,7 @@ def test_two_sessions_may_store_one_prompt_at_the_same_time() -> None:
     cached.evict(1)
     assert not cached.has("abcd")
     assert cached.has("abc")
-    assert cached.tree.sessions.num_sessions == 0
+    assert len(cached.tree.retained.sessions) == 0
 
 
 def test_states_of_earlier_turns_go_before_those_of_others() -> None:
@@ -183,8 +183,8 @@ def test_one_client_retains_no_more_than_its_share() -> None:
     cached.prompt("modest", tag("m", client="m"))
     for number in range(8):
         cached.prompt(f"{number}greedy"[:4], tag(f"s{number}", client="g"))
-    sessions = cached.tree.sessions
-    assert sessions.num_retained <= NUM_PAGES // RETAINED_SHARE
+    retained = cached.tree.retained
+    assert retained.num_retained <= NUM_PAGES // RETAINED_SHARE
     cached.prompt("xyz")
     cached.evict(20)
     assert cached.has("modest")
@@ -211,7 +211,7 @@ def test_points_per_session_are_bounded() -> None:
     cached = Cached(num_pages=1000)
     for number in range(2 * MAX_POINTS):
         cached.prompt(f"{chr(65 + number)}bc", tag("s"))
-    assert cached.tree.sessions.num_retained == 3 * MAX_POINTS
+    assert cached.tree.retained.num_retained == 3 * MAX_POINTS
 
 
 SESSIONS = st.one_of(
@@ -243,11 +243,11 @@ def test_no_session_changes_what_a_prompt_finds(
             cached.tree.evict_snapshots(num_evicted - 3)
         elif num_evicted:
             cached.evict(num_evicted)
-        sessions = cached.tree.sessions
-        assert 0 <= sessions.num_retained <= NUM_PAGES // RETAINED_SHARE
-        assert sessions.num_sessions <= 3
+        retained = cached.tree.retained
+        assert 0 <= retained.num_retained <= NUM_PAGES // RETAINED_SHARE
+        assert len(retained.sessions) <= 3
     given_up = cached.tree.clear()
     assert len(given_up.page_ids) == len(set(given_up.page_ids))
     assert cached.tree.num_pages == 0
-    assert cached.tree.sessions.num_sessions == 0
-    assert cached.tree.sessions.num_retained == 0
+    assert len(cached.tree.retained.sessions) == 0
+    assert cached.tree.retained.num_retained == 0

@@ -126,36 +126,29 @@ def test_the_session_is_the_requests_or_else_that_of_its_metadata(
 
 
 @pytest.mark.parametrize(
-    ("request_", "fields"),
+    ("given", "fields"),
     [
-        (pb.GenerateRequest(session_id="s" * 129), ["session_id"]),
-        (pb.GenerateRequest(session_id="a\n"), ["session_id"]),
-        (pb.GenerateRequest(kv_hints=pb.KvHints(message_id="m" * 129)), ["kv_hints.message_id"]),
+        (pb.KvHints(message_id="m" * 129), ["kv_hints.message_id"]),
+        (pb.KvHints(actions=[pb.KvHintAction()] * (MAX_HINTS + 1)), ["kv_hints.actions"]),
         (
-            pb.GenerateRequest(kv_hints=pb.KvHints(actions=[pb.KvHintAction()] * (MAX_HINTS + 1))),
-            ["kv_hints.actions"],
-        ),
-        (
-            pb.GenerateRequest(
-                kv_hints=pb.KvHints(
-                    actions=[
-                        pb.KvHintAction(action_id="i"),
-                        pb.KvHintAction(
-                            action_id="i" * 129,
-                            action_type="t" * 129,
-                            action_version="v" * 129,
-                            payload="p" * 4097,
-                        ),
-                    ]
-                )
+            pb.KvHints(
+                actions=[
+                    pb.KvHintAction(action_id="i"),
+                    pb.KvHintAction(
+                        action_id="i" * 129,
+                        action_type="t" * 129,
+                        action_version="v" * 129,
+                        payload="p" * 4097,
+                    ),
+                ]
             ),
             [
                 f"kv_hints.actions[1].{field}"
                 for field in ("action_id", "action_type", "action_version", "payload")
             ],
         ),
-        (pb.GenerateRequest(session_id="s" * 128, kv_hints=hints(("t" * 128, "p" * 4096))), []),
+        (hints(("t" * 128, "p" * 4096)), []),
     ],
 )
-def test_sizes_are_limited(request_: pb.GenerateRequest, fields: list[str]) -> None:
-    assert [violation.field for violation in hint_violations(request_)] == fields
+def test_sizes_are_limited(given: pb.KvHints, fields: list[str]) -> None:
+    assert [violation.field for violation in hint_violations(given)] == fields

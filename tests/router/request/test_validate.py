@@ -122,6 +122,13 @@ BAD: dict[str, tuple[Change, str, str]] = {
         "130 bytes, the limit is 128",
     ),
     "request id of several lines": (with_fields(request_id="a\nb"), "request_id", "printable"),
+    "session of several lines": (with_fields(session_id="a\nb"), "session_id", "printable"),
+    "long session": (with_fields(session_id="ü" * 65), "session_id", "130 bytes, the limit is 128"),
+    "long hint": (
+        with_fields(kv_hints=generation_pb2.KvHints(message_id="m" * 129)),
+        "kv_hints.message_id",
+        "129 bytes, the limit is 128",
+    ),
     "priority": (
         with_fields(priority=101),
         "priority",
