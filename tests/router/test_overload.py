@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from router.config import RouterConfig
 from router.request.rejections import AdmissionLimits
 from runtime.errors import BatonError, CapacityError
@@ -130,6 +132,7 @@ async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
         await router.assert_nothing_left()
 
 
+@pytest.mark.long
 async def test_rejected_requests_do_not_all_come_back_at_once() -> None:
     """Of 60 requests of one client 4 may be queued. Each comes again when it is told to."""
     num_calls = 0
