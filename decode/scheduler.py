@@ -317,20 +317,18 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
     def _num_requests(self) -> int:
         return len(self._entries) + (0 if self.prompts is None else self.prompts.num_prompts)
 
-    def check_room(self, request: Request) -> None:
-        """Check that the pool takes another request.
+    def check_room(self, request: Request, *, num_computed: int = 0) -> None:
+        """Check that the pool takes another request, or one of `num_computed` that hold memory already.
 
         Raises:
             CapacityError: preempted requests wait, or too many requests hold memory.
             InvalidRequestError: the request could never fit.
         """
         self._memory.check_fits(request)
-        if self._turns.waiting:
-            raise CapacityError(
-                f"{len(self._turns.waiting)} preempted requests wait for pages first",
-                resource="pages",
-            )
-        limit = self.limits.max_held or self.limits.max_running
+        if self._turns.waiting and not num_computed:
+            message = f"{len(self._turns.waiting)} preempted requests wait for pages first"
+            raise CapacityError(message, resource="pages")
+        limit = (self.limits.max_held or self.limits.max_running) + num_computed
         if self._num_requests >= limit:
             raise CapacityError(
                 f"{self._num_requests} requests hold memory, the limit is {limit}",

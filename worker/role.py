@@ -90,7 +90,7 @@ class AggregatedRole:
             num_draft_tokens=max(plan.num_draft_tokens, 1),
             caches_drafts=plan.speculation is None or plan.speculation.handed,
         )
-        running = decode_limits(config, plan)
+        running = replace(decode_limits(config, plan), max_held=plan.max_held)
         adaptive = adaptive_draft(config, plan)
         keys, journal, clock = count(1), PointJournal(), SystemClock()
         schedulers = []

@@ -94,7 +94,9 @@ class OwnPrompts:
         deadline: Deadline,
     ) -> None:
         """Implement `PromptReader.expect`."""
-        self.decode.check_room(request)
+        # If it were refused, it would keep its place and its pages from the prompts that came before,
+        # and from preempted requests.
+        self.decode.check_room(request, num_computed=self.prefill.limits.max_running)
         given = self.prefill.request_of(key)
         if given is None or key in self._prompts:
             raise HandoffError("the prompt is not in this pool's memory any more")
