@@ -21,7 +21,7 @@ from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
 from bench.storm.traffic import Manner, Shares
-from bench.storm.verdict import Fate, difference, fate
+from bench.storm.verdict import Fate, begins_right, difference, fate
 from runtime.errors import BatonError
 
 ABORTS = "aborts"
@@ -91,13 +91,17 @@ def explain(storm: Storm) -> list[str]:
         for fault, seconds in zip(storm.faults, storm.recoveries_s, strict=True)
     ]
     for seen in storm.requests:
-        became = fate(seen, storm.truths[seen.coming.question])
-        if seen.coming.manner is Manner.PATIENT and became is not Fate.RIGHT:
+        truth = storm.truths[seen.coming.question]
+        became = fate(seen, truth)
+        manner = seen.coming.manner
+        if (manner is Manner.PATIENT and became is not Fate.RIGHT) or (
+            manner is Manner.ABORTING and not begins_right(seen.events, truth)
+        ):
             ended_s = (seen.ended_s or seen.sent_s) - storm.start_s
             lines.append(
                 f"{seen.sent_s - storm.start_s:7.2f} s  {became} at {ended_s:.2f} s after "
-                f"{seen.num_tokens} tokens: {seen.error} {seen.text} "
-                f"{difference(seen, storm.truths[seen.coming.question]) if became is Fate.WRONG else ''}"
+                f"{seen.num_tokens} tokens of a {manner} client: {seen.error} {seen.text} "
+                f"{difference(seen, truth) if became is Fate.WRONG else ''}"
             )
     return lines
 

@@ -81,7 +81,8 @@ def _begins(choice: Completion, chunks: Sequence[Chunk]) -> bool:
         found.token_ids == choice.token_ids[: len(found.token_ids)]
         and found.logprobs == choice.logprobs[: len(found.logprobs)]
         and found.prompt_logprobs == choice.prompt_logprobs[: len(found.prompt_logprobs)]
-        and choice.text.startswith(found.text)
+        # An aborted response may end in a part of a stop string.
+        and (choice.text + (choice.finish.stop_string or "")).startswith(found.text)
     )
 
 

@@ -94,12 +94,15 @@ class Output:
             logprobs=scores.logprobs[skipped:],
         )
 
-    def finish(self) -> str:
-        """Return the text held back, now that no token follows."""
+    def finish(self, *, is_aborted: bool = False) -> str:
+        """Return the text held back, now that no token follows.
+
+        A character that was cut off by an abort is left out.
+        """
         if self._text is None or self.stop_string is not None:
             return ""
         detokenizer, stops = self._text
-        text, self.stop_string = stops.feed(detokenizer.finish())
+        text, self.stop_string = stops.feed("" if is_aborted else detokenizer.finish())
         return text if self.stop_string is not None else text + stops.finish()
 
     def usage(self) -> generation_pb2.Usage:
@@ -223,14 +226,13 @@ class Answer:
                 self._has_scores = True
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
 
-    def rest(self) -> None:
-        """Send the text held back, now that no token follows."""
-        if text := self._output.finish():
+    def finish(self, finish: generation_pb2.GenerateFinish) -> None:
+        """Send the text held back, now that no token follows, and the finish with usage and timings."""
+        is_aborted = finish.reason == types_pb2.FINISH_REASON_ABORTED
+        if text := self._output.finish(is_aborted=is_aborted):
             chunk = generation_pb2.GenerateChunk(text=text, usage=self._output.usage())
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
-
-    def finish(self, finish: generation_pb2.GenerateFinish) -> None:
-        """Send the finish, with usage and timings."""
+        finish = self.stopped or finish
         self.timeline.ended(
             types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
         )

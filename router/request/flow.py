@@ -388,8 +388,7 @@ class RequestFlow:
             if isinstance(end.error, CapacityError | UnavailableError):
                 end.error.retry_after_s = admission.retry_after_s(end.error, self._request)
         if end.finish is not None:
-            self.answer.rest()
-            self.answer.finish(self.answer.stopped or end.finish)
+            self.answer.finish(end.finish)
         if self._charged is not None:
             admission.settle(self._request, self._charged, self.work)
         self._conclude(end)

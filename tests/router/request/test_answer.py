@@ -4,17 +4,22 @@ request and its client: order, a bound, and an end."""
 import asyncio
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2, prefill_pb2, types_pb2
 from router.request.answer import (
     MAX_JOINED,
     MAX_UNREAD,
+    Answer,
     CachedTokens,
     Output,
     ResponseQueue,
 )
+from router.request.timeline import Timeline
 from router.text.detokenizer import Detokenizers
+from runtime.clock import SystemClock
 from runtime.errors import RequestAborted
+from runtime.observe.metrics.router import RouterMetrics
 from tests.router.harness import byte_level_tokenizer
 
 DETOKENIZERS = Detokenizers(byte_level_tokenizer())
@@ -74,6 +79,29 @@ def test_a_stop_string_can_end_in_a_broken_character() -> None:
     assert output.add(types_pb2.TokenChunk(token_ids=ids("é")[:1])).chunk.text == ""
     assert output.finish() == ""
     assert output.stop_string == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("reason", "sent"),
+    [
+        (types_pb2.FINISH_REASON_LENGTH, "a!\ufffd"),
+        (types_pb2.FINISH_REASON_ABORTED, "a!"),
+    ],
+)
+async def test_an_aborted_response_has_no_part_of_a_character(
+    reason: types_pb2.FinishReason, sent: str
+) -> None:
+    """Held back are a beginning of a stop string, and then half a character."""
+    output = Output(types_pb2.EngineRequest(), ("!\u00e9?",), DETOKENIZERS.new((1, 2)))
+    responses = ResponseQueue(60.0)
+    timeline = Timeline(SystemClock(), RouterMetrics.create(CollectorRegistry()))
+    answer = Answer("r", 0, output, responses, timeline)
+    answer.tokens(types_pb2.TokenChunk(token_ids=[*ids("a!"), ids("é")[0]]))
+    answer.finish(generation_pb2.GenerateFinish(reason=reason))
+    responses.close()
+    found = [response async for response in responses]
+    assert "".join(response.chunk.text for response in found) == sent
+    assert found[-1].finish.reason == reason
 
 
 def chunk(*token_ids: int, index: int = 0) -> generation_pb2.GenerateResponse:
