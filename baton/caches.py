@@ -28,9 +28,9 @@ class CacheOnWorker:
             without those before; the last row, with 0, is of any time.
         queried_tokens: of prompts that may use the cache, since the worker's start.
         matched_tokens: of these, found in the cache.
+        disk_bytes, max_disk_bytes: of the cache's copy on disk; 0 without one.
         sessions: that have a point.
         retained_pages: kept longer for sessions.
-        disk_bytes, max_disk_bytes: of the cache's copy on disk; 0 without one.
     """
 
     role: str
@@ -43,11 +43,11 @@ class CacheOnWorker:
     idle_pages: tuple[tuple[float, int], ...] = ()
     queried_tokens: int = 0
     matched_tokens: int = 0
-    sessions: int = 0
-    retained_pages: int = 0
     disk_bytes: int = 0
     max_disk_bytes: int = 0
     error: str = ""
+    sessions: int = 0
+    retained_pages: int = 0
 
 
 async def list_caches(target: str, security: ChannelSecurity) -> list[CacheOnWorker]:
@@ -112,9 +112,9 @@ def _cache_of(worker: pb.WorkerCache) -> CacheOnWorker:
         tuple((row.at_most_s, row.pages) for row in worker.idle_pages),
         worker.queried_tokens,
         worker.matched_tokens,
-        worker.sessions,
-        worker.retained_pages,
         worker.disk.used_bytes,
         worker.disk.max_bytes,
         worker.error,
+        worker.sessions,
+        worker.retained_pages,
     )

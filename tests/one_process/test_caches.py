@@ -46,12 +46,13 @@ async def test_the_caches_of_all_workers_are_shown(tmp_path: Path) -> None:
 def test_a_cache_is_shown_in_a_few_lines() -> None:
     cache = CacheOnWorker(
         "prefill", "a:1", 64, 512, 40, 12, 3, ((60.0, 30), (600.0, 0), (3600.0, 8), (0.0, 2)),
-        1000, 710, 3 << 20, 64 << 20,
+        1000, 710, 3 << 20, 64 << 20, sessions=2, retained_pages=7,
     )  # fmt: skip
     assert cache_text(cache).splitlines() == [
         "prefill a:1: 40 of 512 pages of 64 tokens are cached; resume points: 12, states: 3",
         "    found 71% of 1000 prompt tokens since its start",
         "    last used: 30 within 1 min, 8 within 1 h, 2 earlier",
+        "    sessions: 2, for which 7 pages are kept longer",
         "    on disk: 3.0 of 64 MiB",
     ]
     assert cache_text(CacheOnWorker("decode", "a:2")) == "decode a:2: no prefix cache"

@@ -31,7 +31,7 @@ def fill(message: Message) -> Message:
     for field in message.DESCRIPTOR.fields:
         inner: Any = getattr(message, field.name)
         if field.message_type is None:
-            value = VALUES.get(field.cpp_type, 1)
+            value = b"x" if field.type == field.TYPE_BYTES else VALUES.get(field.cpp_type, 1)
             inner.append(value) if field.is_repeated else setattr(message, field.name, value)
         elif field.message_type.GetOptions().map_entry:
             inner[1] = 1.0
