@@ -49,7 +49,7 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class CacheEvent:
-    """Blocks of one prompt that are published, in order of their depth, or are not any more."""
+    """Consecutive blocks of a prompt that are published, parents first; or blocks that are not any more."""
 
     blocks: Sequence[TokenBlock]
     is_removal: bool = False
