@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 Json = dict[str, Any]
+GENERATE = "baton.v1.Generation.Generate"
+SHORT: Json = {"text": "Mia has a red", "stop": {"maxTokens": 4}, "sampling": {"temperature": 0}}
 DETAILS = {
     kind.DESCRIPTOR.full_name: kind
     for kind in (
@@ -90,3 +92,40 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
         packed.Unpack(detail)
         found[name.rpartition(".")[2]] = detail
     return found
+
+
+def merged(base: Json, change: Json) -> Json:
+    """Merge `change` into `base`, message by message; a prompt replaces the prompt."""
+    prompts = {"text", "tokenIds", "chat"}
+    kept = {
+        key: value
+        for key, value in base.items()
+        if not (prompts & change.keys() and key in prompts)
+    }
+    for key, value in change.items():
+        known = kept.get(key)
+        kept[key] = (
+            merged(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+        )
+    return kept
+
+
+class Answer:
+    """All responses of one request."""
+
+    def __init__(self, responses: list[Json]) -> None:
+        self.responses = responses
+        self.chunks = [response["chunk"] for response in responses if "chunk" in response]
+        self.finishes = [response["finish"] for response in responses if "finish" in response]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.get("text", "") for chunk in self.chunks)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.get("tokenIds", [])]
+
+
+async def ask(outsider: Outsider, change: Json) -> Answer:
+    return Answer([response async for response in outsider.ask(GENERATE, merged(SHORT, change))])
