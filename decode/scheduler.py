@@ -318,7 +318,9 @@ class DecodeScheduler(EntryOwner[DecodeEntry]):
         return len(self._entries) + (0 if self.prompts is None else self.prompts.num_prompts)
 
     def check_room(self, request: Request, *, num_computed: int = 0) -> None:
-        """Check that the pool takes another request, or one of `num_computed` that hold memory already.
+        """Check that the pool takes another request.
+
+        One of `num_computed` that hold memory already comes before preempted requests.
 
         Raises:
             CapacityError: preempted requests wait, or too many requests hold memory.

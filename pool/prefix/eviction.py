@@ -94,6 +94,7 @@ class EvictionOrder:
 
     @property
     def runs(self) -> Iterable[BlockRun]:
+        """Return the runs that may be evicted, in no order."""
         return self._latest
 
     def put(self, run: BlockRun) -> None:

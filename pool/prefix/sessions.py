@@ -20,9 +20,7 @@ SUPERSEDED_S = 480.0  # a superseded point is evicted as if it were unused for t
 RETAINED_SHARE = 2  # at most 1 / RETAINED_SHARE of the pages are retained
 MAX_POINTS = 16  # per session
 
-
-_SHARED = SessionPoints(b"", b"")
-"""The owner of points that several sessions use."""
+_SHARED = SessionPoints(b"", b"")  # the owner of points that several sessions use
 
 
 class RetainedPoints:

@@ -170,11 +170,13 @@ class SmallContext:
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self.sessions = set[str]()
 
     def generate(
         self, query: Query, *, timeout_s: float | None = None
     ) -> Generator[Event, None, None]:
         self.seen.append(len(query.prompt))
+        self.sessions.add(query.session_id)
         if len(query.prompt) > 4:
             raise InvalidRequestError(
                 FieldViolation("chat", "has 90 tokens; the maximum context length of 64 is")
@@ -192,4 +194,6 @@ def test_a_full_context_forgets_the_oldest_turn(capsys: pytest.CaptureFixture[st
         assert talk.answer(question) == "stop"
     assert client.seen == [2, 4, 6, 4], "the system message, and the turns that fit"
     assert talk.history[0] == ChatMessage("user", "two")
+    assert len(client.sessions) == 1, "all turns are of one session"
+    assert "" not in client.sessions
     assert capsys.readouterr().out.count("its oldest turn is dropped") == 1

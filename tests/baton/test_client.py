@@ -220,6 +220,8 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
             "must be chat messages if tools, template arguments",
         ),
         (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
+        (Query("x", retention_s=3601.0), "retention_s", "between 0 and 3600, got 3601"),
+        (Query("x", retention_s=float("nan")), "retention_s", "between 0 and 3600, got nan"),
     ],
 )
 def test_a_value_that_does_not_fit_the_message_is_named(

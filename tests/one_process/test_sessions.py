@@ -46,19 +46,26 @@ async def test_a_turn_of_a_session_is_cached_after_a_flood(
         async def ask(query: Query) -> Completion:
             return await client.complete(replace(query, request_id=""), timeout_s=60)
 
-        async def cached_after_flood(salt: str, **session: Any) -> int:  # noqa: ANN401
-            """Return how many tokens of the second turn, which begins as the first, are cached."""
-            query = replace(as_query(asked), cache_salt=salt, **session)
+        async def cached_after_flood(query: Query) -> int:
+            """Return how many tokens of the turn are cached when it comes again after a flood."""
             assert shown(await ask(query)) == expected
             for number, prompt in enumerate(FLOOD):
                 flood = as_query(question(f"flood-{number}", prompt))
-                await ask(replace(flood, cache_salt=salt))
+                await ask(replace(flood, cache_salt=query.cache_salt))
             second = await ask(query)
             assert shown(second) == expected
             return second.finish.usage.cached_tokens
 
-        assert await cached_after_flood("plain") == 0
-        assert await cached_after_flood("named", session_id="s") >= 4 * PAGE
-        assert await cached_after_flood("kept", retention_s=600.0) >= 4 * PAGE
-        assert await cached_after_flood("short", session_id="s", retention_s=0.0) == 0
-        assert await cached_after_flood("ended", session_id="s", ends_session=True) == 0
+        turn = as_query(asked)
+        named = replace(turn, session_id="s")
+        assert await cached_after_flood(turn) == 0
+        for kept in (
+            replace(named, cache_salt="named"),
+            replace(turn, cache_salt="kept", retention_s=600.0),
+        ):
+            assert await cached_after_flood(kept) >= 4 * PAGE
+        for gone in (
+            replace(named, cache_salt="short", retention_s=0.0),
+            replace(named, cache_salt="ended", ends_session=True),
+        ):
+            assert await cached_after_flood(gone) == 0

@@ -1,9 +1,11 @@
 """Requests that a worker refuses, from any sender."""
 
+import math
 from typing import Any
 
 import pytest
 
+from engine.core.request import CacheSession, Request
 from pool.request.conversion import MAX_LISTED_TOKENS, request_from_proto
 from protos import types_pb2
 from runtime.errors import InvalidRequestError
@@ -49,3 +51,28 @@ def test_a_field_of_a_newer_router_is_refused() -> None:
     request.MergeFromString(b"\x98\x3e\x01")
     with pytest.raises(InvalidRequestError, match="field 995: is unknown to this version"):
         request_from_proto(request, vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"digest": b"short"}, "session.digest"),
+        ({"client": b"c" * 17}, "session.client"),
+        ({"retention_s": -1.0}, "session.retention_s"),
+        ({"retention_s": 3601.0}, "session.retention_s"),
+        ({"retention_s": math.nan}, "session.retention_s"),
+    ],
+)
+def test_a_session_outside_its_limits_is_refused(change: dict[str, Any], field: str) -> None:
+    given: dict[str, Any] = {"digest": b"d" * 16, "client": b"c" * 16, "retention_s": 9.0}
+
+    def read(session: dict[str, Any]) -> Request:
+        message = types_pb2.EngineRequest(
+            prompt_token_ids=[1, 2], max_tokens=1, session=types_pb2.CacheSession(**session)
+        )
+        return request_from_proto(message, vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT)
+
+    assert read(given).session == CacheSession(b"d" * 16, b"c" * 16, 9.0)
+    with pytest.raises(InvalidRequestError) as caught:
+        read({**given, **change})
+    assert [violation.field for violation in caught.value.violations] == [field]
