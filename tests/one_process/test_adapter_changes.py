@@ -140,7 +140,8 @@ async def test_a_response_resumes_with_the_version_that_it_began_with(
         )
 
         async def resumes() -> None:
-            rest = await client.complete(resumed, timeout_s=60)
+            again = replace(resumed, request_id=f"r{next(NUMBERS)}")
+            rest = await client.complete(again, timeout_s=60)
             assert shown(rest) == shown(whole)[num_tokens:]
             assert rest.prompt_logprobs == whole.prompt_logprobs
 
