@@ -18,6 +18,22 @@ from engine.core.batch import ForwardBatch, ForwardMode
 Half = Callable[[], StageOutput]
 
 
+def after_both(done: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a callback for both halves of a batch, which calls `done` once for each layer.
+
+    Either half may be the later one: the half with more rows, or with rows of adapters, may need
+    more exchanges in a layer than the other.
+    """
+    by_one: set[int] = set()
+
+    def layer_done(layer_id: int) -> None:
+        if layer_id in by_one:
+            done(layer_id)
+        by_one.add(layer_id)
+
+    return layer_done
+
+
 class Overlap:
     """A runner of two halves. The engine thread owns it; halves call `pass_turn`."""
 

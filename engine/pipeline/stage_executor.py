@@ -12,7 +12,7 @@ from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.numerics import HOST, use_in_this_thread
 from engine.graphs.runner import Replays
-from engine.pipeline.overlap import Overlap
+from engine.pipeline.overlap import Overlap, after_both
 from runtime.errors import ConfigError, InternalError
 
 LayerObserver = Callable[[ForwardBatch, int], None]
@@ -115,10 +115,10 @@ class StageExecutor:
             return self._forward(batch, given, done)
         first, second = batch.split(middle)
         given_first, given_second = given.split(first.num_tokens)
-        # In every layer, the second half is the later one.
+        both_done = None if done is None else after_both(done)
         return self._overlap.run(
-            lambda: self._forward(first, given_first, None),
-            lambda: self._forward(second, given_second, done),
+            lambda: self._forward(first, given_first, both_done),
+            lambda: self._forward(second, given_second, both_done),
         )
 
     def forget_adapter(self, adapter: str) -> None:

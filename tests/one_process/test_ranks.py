@@ -2,11 +2,14 @@
 a handoff."""
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from models.blocks import linear
 from models.loader import read_model
 from pool.check import report
 from pool.stage.config import WorkerConfig
@@ -53,6 +56,29 @@ async def test_every_width_gives_the_same_bits(
             prefill[1],
             decode[1],
         )
+
+
+async def test_a_layer_of_two_halves_is_sent_when_both_have_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first half needs more exchanges: it adds up its products on one rank each. So the second
+    half is the first to compute a layer."""
+    hidden_size = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
+    lengths = (30, 120, 80)  # the first one may be computed alone
+    monkeypatch.setattr(linear, "SHARED_OUT_BYTES", 100 * hidden_size * 4)
+    questions = [
+        replace(question, prompt_token_ids=(*question.prompt_token_ids, *range(3, 123))[:length])
+        for question, length in zip(make_questions(3), lengths, strict=True)
+    ]
+    expected = on_the_wire(Reference(checkpoint).answers(questions))
+    async with cluster_in_process(
+        checkpoint, prefill_tp=2, chunk_tokens=256, overlap_tokens=2, prefix_cache=False
+    ) as client:
+        for _ in range(8):
+            answers = await asyncio.gather(
+                *(client.complete(as_query(question), timeout_s=60) for question in questions)
+            )
+            assert [shown(answer) for answer in answers] == expected
 
 
 async def test_data_ranks_give_the_same_bits_and_show_their_load(

@@ -4,11 +4,14 @@ import random
 import threading
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
 
-from engine.contracts.model import StageOutput
+from engine.contracts.attention import AttentionBackend
+from engine.contracts.model import ForwardContext, StageModel, StageOutput
+from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.layer_range import TensorRank
 from engine.core.request import Request, SampledToken, SamplingParams
@@ -16,6 +19,7 @@ from engine.core.rows import Row, build_batch, sampling_row
 from engine.pipeline.frame_parts import FrameParts
 from engine.pipeline.overlap import Half, Overlap
 from engine.pipeline.ranks import StageRanks
+from engine.pipeline.stage_executor import StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
 from pool.start import check_ranks
@@ -73,6 +77,13 @@ def test_s2_8_halves_give_the_bits_of_the_whole(model: str, num_stages: int) -> 
     assert all(overlap.num_batches > 5 for overlap in overlaps)
 
 
+class NoPlans:
+    """Marks batches as planned."""
+
+    def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
+        batch.mark_forward_metadata_ready(self)
+
+
 def batch(*lengths: int, mode: ForwardMode = ForwardMode.PREFILL) -> ForwardBatch:
     sampling = sampling_row(Request("r", (1, 2, 3), 5), ())
     return build_batch(
@@ -109,6 +120,41 @@ def test_stages_without_ranks_that_share_requests_are_refused(ranks: dict[str, i
 
 def test_trees_are_not_split() -> None:
     assert Overlap(2).middle(batch(3, 4, mode=ForwardMode.VERIFY)) is None
+
+
+@pytest.mark.parametrize("slower", [0, 1])
+def test_a_layer_is_done_when_both_halves_have_computed_it(slower: int) -> None:
+    """One half needs more exchanges in each layer, so that the other half is always ahead of it."""
+    overlap, computed, done = Overlap(2), list[tuple[int, int]](), list[int]()
+
+    class Uneven:
+        def forward(
+            self, batch: ForwardBatch, hidden: object, context: ForwardContext, *rest: object
+        ) -> StageOutput:
+            half = 0 if batch.request_keys == (0,) else 1
+            for layer in range(3):
+                for _ in range(3 if half == slower else 1):
+                    overlap.pass_turn()
+                computed.append((half, layer))
+                assert context.on_layer_done is not None
+                context.on_layer_done(layer)
+            return StageOutput(hidden=torch.zeros(batch.num_tokens, 1))
+
+    def note(whole: ForwardBatch, layer: int) -> None:
+        assert whole.num_rows == 2
+        assert {(0, layer), (1, layer)} <= set(computed)
+        done.append(layer)
+
+    executor = StageExecutor(
+        model=cast(StageModel, Uneven()),
+        attention=cast(AttentionBackend, NoPlans()),
+        recurrent=cast(RecurrentBackend, None),
+        on_layer_done=note,
+        overlap=overlap,
+    )
+    executor.run(batch(8, 8))
+    assert done == [0, 1, 2]
+    assert computed.index((1 - slower, 1)) < computed.index((slower, 0))
 
 
 def test_s1_6_halves_are_planned_by_themselves() -> None:
