@@ -3,7 +3,7 @@
 It has the embedding on the first stage, a range of layers, and the norm and head on the last stage.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from engine.contracts.model import (
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
 from engine.sampling.sampler import wanted_tokens
+from models.blocks.every_rank import EveryRank
 from models.blocks.linear import embed, owners_of
 from models.blocks.norm import RmsNorm
 from models.blocks.rotary import Rotary
@@ -80,32 +81,34 @@ class DecoderLayer:
         hidden: Tensor,
         stage_pass: StagePass,
         wanted: Tensor | slice | None = None,
-        counts: Sequence[int] | None = None,
+        every: EveryRank | None = None,
     ) -> Tensor:
         """Return the layer's output for `hidden` [T, hidden], with the same shape.
 
         `wanted` selects tokens: the output then has only their rows, and the feed-forward runs for
-        no other token. `counts` is the number of those tokens on each data rank, if there are
-        several. All data ranks share the feed-forward, so it runs also on a rank without tokens.
+        no other token. `every` are those tokens of all data ranks, if there are several. All data
+        ranks share the feed-forward, so it runs also on a rank without tokens.
         """
         mixed = None
         if len(hidden):
             hidden, mixed = self._mixed(hidden, stage_pass, wanted)
-        if not (len(hidden) if counts is None else sum(counts)):
+        if not (len(hidden) if every is None else sum(every.counts)):
             return hidden
         if mixed is None:
             rows = self._post_norm.forward(hidden)
         else:
             hidden, rows = self._post_norm.add_and_forward(hidden, mixed)
-        fed = self._fed(rows, counts)
+        fed = self._fed(rows, every)
         hidden = hidden + (fed if self._output_norm is None else self._output_norm.forward(fed))
         return hidden if self._scale is None else hidden * self._scale
 
-    def _fed(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor:
-        if counts is None or self._ranks is None:
+    def _fed(self, rows: Tensor, every: EveryRank | None) -> Tensor:
+        if every is None or self._ranks is None:
             return self.feed_forward.forward(rows)
-        every = self.feed_forward.forward(self._ranks.gather_rows(rows, counts))
-        return self._ranks.own_rows(every, counts)
+        gathered = self._ranks.gather_rows(rows, every.counts)
+        with self._adapter_rows.having(every.adapters):
+            fed = self.feed_forward.forward(gathered)
+        return self._ranks.own_rows(fed, every.counts)
 
     def _mixed(
         self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None
@@ -122,8 +125,7 @@ class DecoderLayer:
         if wanted is not None:
             hidden = hidden[wanted]
             mixed = mixed[wanted]
-            if stage_pass.batch.adapters:
-                self._adapter_rows.keep(wanted)
+            self._adapter_rows.keep(wanted)
         return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
@@ -233,9 +235,8 @@ class DecoderStage:
             InternalError: the first stage got no token ids, a later one got no hidden states, or a
                 stage whose first layer shares a selection got no selected keys.
         """
-        if not batch.adapters:
-            return self._forward(batch, hidden, context, aux_hidden, selected_keys)
-        with self.adapters.rows.of_batch(batch):
+        rows = self.adapters.rows
+        with rows.having(rows.of_batch(batch)):
             return self._forward(batch, hidden, context, aux_hidden, selected_keys)
 
     def _forward(
@@ -253,7 +254,7 @@ class DecoderStage:
         )
         wanted = self._wanted(batch) if self._is_last else None
         cut_layer = self._cut_layer(wanted)
-        tokens, logits = self._shares(batch)
+        tokens, logits = self._every_rank(batch)
         for layer in self.layers:
             if batch.num_tokens or self._has_data_ranks:
                 hidden = layer.forward(
@@ -267,33 +268,35 @@ class DecoderStage:
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
-        if cut_layer is None and batch.adapters:
+        if cut_layer is None:
             self.adapters.rows.keep(wanted)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
         return StageOutput(
             logits=self._logits(self._norm.forward(rows), logits), aux_hidden=captured
         )
 
-    def _logits(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor | None:
+    def _logits(self, rows: Tensor, every: EveryRank | None) -> Tensor | None:
         """Return the logits [n, vocab] of rows [n, hidden] on sampling ranks, else None."""
         if self._ranks is None:
             return self._bounded(self._head.logits(rows))
-        every = rows if counts is None else self._ranks.gather_rows(rows, counts)
-        return self._ranks.collect(
-            self._bounded(self._head.logits(every)),
-            [len(rows)] if counts is None else counts,
-            [len(share) for share in self._vocabularies],
-        )
+        widths = [len(share) for share in self._vocabularies]
+        if every is None:
+            return self._ranks.collect(self._bounded(self._head.logits(rows)), [len(rows)], widths)
+        gathered = self._ranks.gather_rows(rows, every.counts)
+        with self.adapters.rows.having(every.adapters):
+            logits = self._bounded(self._head.logits(gathered))
+        return self._ranks.collect(logits, every.counts, widths)
 
     def _bounded(self, logits: Tensor) -> Tensor:
         bound = self._logit_bound
         return logits if bound is None else logits.div_(bound).tanh_().mul_(bound)
 
-    def _shares(self, batch: ForwardBatch) -> tuple[list[int] | None, list[int] | None]:
-        """Return each data rank's numbers of tokens and of logits, or None if there is one rank."""
+    def _every_rank(self, batch: ForwardBatch) -> tuple[EveryRank | None, EveryRank | None]:
+        """Return the tokens of all data ranks, and those with logits; None if there is one rank."""
         if not self._has_data_ranks:
             return None, None
-        return [share.tokens for share in batch.shares], [share.logits for share in batch.shares]
+        shares, rows = batch.shares, self.adapters.rows
+        return EveryRank.of_tokens(shares, rows), EveryRank.of_logits(shares, rows)
 
     def _embedded(self, token_ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the embeddings of token_ids [T], [T, hidden].
@@ -363,10 +366,10 @@ class DecoderStage:
             return hidden
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")
-        tokens, _ = self._shares(batch)
-        if tokens is None or self._ranks is None:
+        if not self._has_data_ranks or self._ranks is None:
             embedded = self._embedded(batch.token_ids, self._embed)
         else:
-            every = self._ranks.gather_rows(batch.token_ids.int(), tokens).long()
-            embedded = self._ranks.own_rows(self._embedded(every, self._embed), tokens)
+            counts = [share.tokens for share in batch.shares]
+            every = self._ranks.gather_rows(batch.token_ids.int(), counts).long()
+            embedded = self._ranks.own_rows(self._embedded(every, self._embed), counts)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale

@@ -85,9 +85,7 @@ def random_cells(names: Sequence[str], count: int, *, seed: int) -> list[Cell]:
 
 async def measure(flags: argparse.Namespace) -> list[CellResult]:
     if flags.random_layout:
-        layout = random_layout(
-            flags.seed, draft_of(flags.model), has_adapters=False, may_limit_clients=False
-        )
+        layout = random_layout(flags.seed, draft_of(flags.model), may_limit_clients=False)
         names = process_names(flags.model, layout)
         cells = random_cells(names, flags.cells, seed=flags.seed)
         print(f"layout: {layout}", file=sys.stderr)

@@ -128,9 +128,7 @@ def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
     )
     draft = flags.draft or draft_of(flags.model)
     layout = (
-        random_layout(flags.seed, draft, has_adapters=flags.adapters is not None)
-        if flags.random_layout
-        else usual_layout(flags.seed, draft)
+        random_layout(flags.seed, draft) if flags.random_layout else usual_layout(flags.seed, draft)
     )
     return StormConfig(
         weather,

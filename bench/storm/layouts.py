@@ -79,19 +79,17 @@ def usual_layout(seed: int, draft: Path | None) -> StormLayout:
     )
 
 
-def random_layout(
-    seed: int, draft: Path | None, *, has_adapters: bool, may_limit_clients: bool = True
-) -> StormLayout:
+def random_layout(seed: int, draft: Path | None, *, may_limit_clients: bool = True) -> StormLayout:
     """Draw roles, divisions, drafts, caches, arithmetic, limits and policy."""
     dice = random.Random(seed)
-    pools = _random_pools(dice, has_adapters=has_adapters)
+    pools = _random_pools(dice)
     flags = _random_flags(dice, draft, has_both_roles="worker" in pools)
     all_exchange = all(
         pools[f"{role}_tp"] > 1 and f"{role}_dp_attention" not in pools
         for role in ("prefill", "decode", "worker")
         if pools.get(role)
     )
-    if all_exchange and not has_adapters and dice.random() < 0.5:
+    if all_exchange and dice.random() < 0.5:
         flags = (*flags, "--overlap-tokens", "32")
     policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
     has_data_ranks = any(name.endswith("dp_attention") for name in pools)
@@ -110,7 +108,7 @@ def random_layout(
     )
 
 
-def _random_pools(dice: random.Random, *, has_adapters: bool) -> dict[str, int]:
+def _random_pools(dice: random.Random) -> dict[str, int]:
     kind = dice.choice(("apart", "apart", "both roles", "mixed"))
     roles, count = {
         "apart": (("prefill", "decode"), 2),
@@ -121,7 +119,7 @@ def _random_pools(dice: random.Random, *, has_adapters: bool) -> dict[str, int]:
     for role in roles:
         stages, ranks = dice.choice(DIVISIONS)
         pools |= {f"{role}_pp": stages, f"{role}_tp": ranks}
-        if ranks > 1 and not has_adapters and dice.random() < 0.4:
+        if ranks > 1 and dice.random() < 0.4:
             pools[f"{role}_dp_attention"] = ranks
     return pools
 

@@ -144,11 +144,17 @@ class GraphBucket:
         return f"{self.mode} of {self.max_rows} x {self.row_tokens} tokens{' in trees' * self.is_masked}"
 
 
+AdapterRun = tuple[str, int]  # the name of an adapter, or "", and a number of adjacent tokens
+
+
 class DataShare(NamedTuple):
     """One data rank's share of a step of the ranks that share a stage."""
 
     tokens: int  # tokens of its forward
     logits: int  # tokens whose logits are computed
+    # The adapters of those tokens, and of those with logits; empty if none has one.
+    adapters: tuple[AdapterRun, ...] = ()
+    logit_adapters: tuple[AdapterRun, ...] = ()
 
 
 class BatchPlanner(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.core.batch import DataShare, ForwardBatch, ForwardMode, idle_batch
-from engine.sampling.sampler import wanted_tokens
+from engine.sampling.sampler import wanted_by_row
 
 RankBatches = tuple[ForwardBatch | None, ...]  # the batch of each data rank
 
@@ -18,7 +18,7 @@ def plan_step(own: Sequence[ForwardBatch | None]) -> RankBatches:
     So a pool with one data rank never runs an idle batch. Every batch gets the shares of all ranks,
     for layers that all of them divide. The shares are never absent.
     """
-    shares = tuple(_share_of(batch) for batch in own)
+    shares = tuple(_share_of(batch, names_adapters=len(own) > 1) for batch in own)
     is_needed = any(share.tokens for share in shares)
     step = tuple(idle_batch() if batch is None and is_needed else batch for batch in own)
     for batch in step:
@@ -27,10 +27,18 @@ def plan_step(own: Sequence[ForwardBatch | None]) -> RankBatches:
     return step
 
 
-def _share_of(batch: ForwardBatch | None) -> DataShare:
+def _share_of(batch: ForwardBatch | None, *, names_adapters: bool) -> DataShare:
     if batch is None or batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
         return DataShare(0, 0)
-    return DataShare(batch.num_tokens, len(wanted_tokens(batch)))
+    wanted = [len(tokens) for tokens in wanted_by_row(batch)]
+    if not batch.adapters or not names_adapters:
+        return DataShare(batch.num_tokens, sum(wanted))
+    return DataShare(
+        batch.num_tokens,
+        sum(wanted),
+        tuple(zip(batch.adapters, batch.query_lens, strict=True)),
+        tuple(zip(batch.adapters, wanted, strict=True)),
+    )
 
 
 def rows_per_rank(count: int, num_ranks: int) -> int:

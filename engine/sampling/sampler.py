@@ -312,18 +312,23 @@ class ScoredLogits:
     scores: list[Scores]  # per scoring row, in row order
 
 
-def wanted_tokens(batch: ForwardBatch) -> list[int]:
-    """Return the indices of the tokens whose logits a batch needs, ascending.
+def wanted_by_row(batch: ForwardBatch) -> list[list[int]]:
+    """Return per row the indices of the tokens whose logits a batch needs, ascending.
 
     These are the scored tokens of each row, and the last token of each row that samples. A row with
     a tree under verification needs all of its tokens.
     """
-    wanted: list[int] = []
+    wanted: list[list[int]] = []
     for start, end, num_scored, samples in _spans(batch):
-        wanted += range(start, start + num_scored)
+        wanted.append([*range(start, start + num_scored)])
         if samples:
-            wanted += range(start, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
+            wanted[-1] += range(start, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
     return wanted
+
+
+def wanted_tokens(batch: ForwardBatch) -> list[int]:
+    """Return the indices of `wanted_by_row` of all rows."""
+    return [token for tokens in wanted_by_row(batch) for token in tokens]
 
 
 def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:

@@ -299,7 +299,7 @@ class GatedLinear:
         ]
         if not found:
             return None
-        chosen = np.logical_or.reduce([each.chosen_rows() for each in found])
+        chosen = np.logical_or.reduce([each.chosen_rows(num_rows) for each in found])
         return np.flatnonzero(~chosen)
 
 

@@ -9,7 +9,8 @@ rows.
     y = y + B h      [n, out]   in place, rounded once; another one; B has the scale already
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.batch import ForwardBatch
+from engine.core.batch import AdapterRun, ForwardBatch
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.low_rank import UpFactor, add_update, update_table
 from runtime.errors import InternalError
@@ -94,18 +95,68 @@ def index_tensor(rows: NDArray[np.int64]) -> Tensor:
     return torch.frombuffer(rows, dtype=torch.int64)
 
 
-class AdapterRows:
-    """The adapter of each token of the forward that runs now.
+class TokenAdapters:
+    """The adapter of each token that a projection gets."""
 
-    A stage has one, which its projections share. Belongs to the thread that runs the stage; other
-    threads may add adapters meanwhile.
+    def __init__(self, ids: Mapping[str, int], of_token: NDArray[np.int64]) -> None:
+        """Create it from the numbers of the adapters and, per token, one of them or 0, [T]."""
+        self._ids = ids
+        self._of_token = of_token
+        self._chosen: dict[tuple[str, ...], ChosenRows | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._of_token)
+
+    def kept(self, wanted: Tensor | slice) -> "TokenAdapters":
+        """Return those of the wanted tokens."""
+        places = wanted if isinstance(wanted, slice) else wanted.cpu().numpy()
+        return TokenAdapters(self._ids, self._of_token[places])
+
+    def of(self, names: tuple[str, ...]) -> ChosenRows | None:
+        """Return the tokens of these adapters; None if there are none.
+
+        If they are all tokens, they keep their order. Otherwise they are ordered by adapter, as in
+        `names`.
+        """
+        if names not in self._chosen:
+            self._chosen[names] = self._found(names)
+        return self._chosen[names]
+
+    def _found(self, names: tuple[str, ...]) -> ChosenRows | None:
+        places = np.full(int(self._of_token.max(initial=0)) + 1, -1)
+        for place, name in enumerate(names):
+            # An adapter that another thread has just added or removed has no tokens here.
+            if 0 < (number := self._ids.get(name, 0)) < len(places):
+                places[number] = place
+        found = places[self._of_token]
+        covers_all = bool(len(found) and found.min() >= 0)
+        index = np.arange(len(found)) if covers_all else np.argsort(found, kind="stable")
+        index = index[found[index] >= 0]
+        if not len(index):
+            return None
+        ordered = found[index]
+        starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
+        runs = tuple((int(ordered[start]), end - start) for start, end in pairwise(starts))
+        return ChosenRows(index_tensor(index), index, runs, covers_all)
+
+
+class _Current(threading.local):
+    """The tokens of the forward that a thread runs: halves of a batch have one each."""
+
+    tokens: TokenAdapters | None = None
+
+
+class AdapterRows:
+    """The adapters of a stage, and those of the tokens that its projections get now.
+
+    A stage has one, which its projections share. Belongs to the threads that run the stage; others
+    may add adapters meanwhile.
     """
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
         self._num_ids = 0  # given so far; none is given twice
-        self._of_token: NDArray[np.int64] | None = None
-        self._chosen: dict[tuple[str, ...], ChosenRows | None] = {}
+        self._current = _Current()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,65 +173,48 @@ class AdapterRows:
         self._ids.pop(name, None)
 
     @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens that projections get now; 0 if none has an adapter."""
-        return 0 if self._of_token is None else len(self._of_token)
+    def current(self) -> TokenAdapters | None:
+        """Return the adapters of the tokens that projections get now; None if none has one."""
+        return self._current.tokens
 
-    @contextmanager
-    def of_batch(self, batch: ForwardBatch) -> Iterator[None]:
-        """Have the rows of `batch` for the length of the block.
+    def of_batch(self, batch: ForwardBatch) -> TokenAdapters | None:
+        """Return the adapters of a batch's tokens; None if its rows have none.
 
         Raises:
             InternalError: a row names an adapter that this stage does not have.
         """
-        unknown = sorted({name for name in batch.adapters if name} - self._ids.keys())
+        if not batch.adapters:
+            return None
+        return self.of_runs(zip(batch.adapters, batch.query_lens, strict=True))
+
+    def of_runs(self, runs: Iterable[AdapterRun]) -> TokenAdapters | None:
+        """Return the adapters of runs of tokens; None if there is no run.
+
+        Raises:
+            InternalError: a run names an adapter that this stage does not have.
+        """
+        names, counts = tuple(zip(*runs, strict=True)) or ((), ())
+        unknown = sorted({name for name in names if name} - self._ids.keys())
         if unknown:
             raise InternalError(f"this stage has no adapters {unknown}")
-        ids = [self._ids.get(name, 0) for name in batch.adapters]
-        self._of_token = np.repeat(np.array(ids, np.int64), batch.query_lens)
+        ids = [self._ids.get(name, 0) for name in names]
+        return (
+            TokenAdapters(self._ids, np.repeat(np.array(ids, np.int64), counts)) if names else None
+        )
+
+    @contextmanager
+    def having(self, tokens: TokenAdapters | None) -> Iterator[None]:
+        """Let projections get these tokens for the length of the block."""
+        before, self._current.tokens = self._current.tokens, tokens
         try:
             yield
         finally:
-            self._chosen.clear()
-            self._of_token = None
+            self._current.tokens = before
 
     def keep(self, wanted: Tensor | slice | None) -> None:
-        """Reduce the tokens to those that the rest of the forward computes; None keeps all."""
-        if self._of_token is None or wanted is None:
-            return
-        self._of_token = self._of_token[
-            wanted if isinstance(wanted, slice) else wanted.cpu().numpy()
-        ]
-        self._chosen.clear()
-
-    def of(self, names: tuple[str, ...]) -> ChosenRows | None:
-        """Return the tokens of these adapters; None if there are none.
-
-        If they are all tokens of the forward, they keep their order. Otherwise they are ordered by
-        adapter, as in `names`.
-        """
-        if self._of_token is None:
-            return None
-        if names not in self._chosen:
-            self._chosen[names] = self._found(names, self._of_token)
-        return self._chosen[names]
-
-    def _found(self, names: tuple[str, ...], of_token: NDArray[np.int64]) -> ChosenRows | None:
-        places = np.full(int(of_token.max(initial=0)) + 1, -1)
-        for place, name in enumerate(names):
-            # An adapter that another thread has just added or removed has no tokens here.
-            if 0 < (number := self._ids.get(name, 0)) < len(places):
-                places[number] = place
-        found = places[of_token]
-        covers_all = bool(len(found) and found.min() >= 0)
-        index = np.arange(len(found)) if covers_all else np.argsort(found, kind="stable")
-        index = index[found[index] >= 0]
-        if not len(index):
-            return None
-        ordered = found[index]
-        starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
-        runs = tuple((int(ordered[start]), end - start) for start, end in pairwise(starts))
-        return ChosenRows(index_tensor(index), index, runs, covers_all)
+        """Reduce the tokens to those that the rest of the block computes; None keeps all."""
+        if self._current.tokens is not None and wanted is not None:
+            self._current.tokens = self._current.tokens.kept(wanted)
 
 
 @dataclass(frozen=True)
@@ -223,29 +257,19 @@ class LowRankUpdates:
         Raises:
             InternalError: the projection got other rows than the tokens of the forward.
         """
-        if not self._rows.num_tokens:
-            return False
-        if num_rows != self._rows.num_tokens:
-            raise InternalError(
-                f"a projection of {num_rows} rows in a forward of {self._rows.num_tokens} tokens "
-                "with adapters"
-            )
-        return any(self._rows.of(group.names) is not None for group in self.groups)
+        return any(chosen is not None for _, chosen in self._chosen(num_rows))
 
-    def chosen_rows(self) -> NDArray[np.bool_]:
-        """Return for each row of the running forward whether an adapter updates it, [T] bool."""
-        found = np.zeros(self._rows.num_tokens, bool)
-        for group in self.groups:
-            if (chosen := self._rows.of(group.names)) is not None:
+    def chosen_rows(self, num_rows: int) -> NDArray[np.bool_]:
+        """Return for each row whether an adapter updates it, [num_rows] bool; raise as `touched`."""
+        found = np.zeros(num_rows, bool)
+        for _, chosen in self._chosen(num_rows):
+            if chosen is not None:
                 found[chosen.rows] = True
         return found
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the updates to `y` [T, out], and return it. `x` is the projection's input [T, in]."""
-        if not self.touched(len(x)):
-            return y
-        for group in self.groups:
-            chosen = self._rows.of(group.names)
+        for group, chosen in self._chosen(len(x)):
             if chosen is None:
                 continue
             h = group.down(x if chosen.covers_all else x[chosen.index], chosen.runs)
@@ -254,6 +278,17 @@ class LowRankUpdates:
             else:
                 _add_plainly(y, h, chosen, group.ups)
         return y
+
+    def _chosen(self, num_rows: int) -> list[tuple[UpdateGroup, ChosenRows | None]]:
+        """Return the groups with their rows of the running forward; raise as `touched`."""
+        tokens = self._rows.current
+        if tokens is None:
+            return []
+        if num_rows != len(tokens):
+            raise InternalError(
+                f"a projection of {num_rows} rows in a forward of {len(tokens)} tokens with adapters"
+            )
+        return [(group, tokens.of(group.names)) for group in self.groups]
 
 
 def _add_plainly(

@@ -217,12 +217,6 @@ def _read_whole(config: WorkerConfig) -> ModelDescription:
 
 def _with_adapters(config: WorkerConfig, folder: Path, whole: ModelDescription) -> ModelDescription:
     """Return the model with the adapters in `folder`; raise ConfigError if it cannot have any."""
-    for field, allowed in (("dp_attention", 1), ("overlap_tokens", 0)):
-        if (value := getattr(config, field)) != allowed:
-            raise ConfigError(
-                f"--{field.replace('_', '-')} {value}: a pool with --adapters needs {allowed}",
-                field="adapters",
-            )
     adapters = read_adapters(folder)
     needed = sum(map(whole.bytes_of, adapters))
     megabytes = config.adapters_mb

@@ -179,17 +179,6 @@ def test_a_stage_loads_the_first_adapters_that_fit(copy: Path, checkpoint: Check
         assert stage.adapters.rows.names == tuple(adapter.key for adapter in adapters[:count])
 
 
-@pytest.mark.parametrize(
-    "given", [{"tp": 2, "dp_attention": 2, "world_size": 2}, {"overlap_tokens": 8}]
-)
-def test_layouts_without_adapters_are_named(
-    copy: Path, checkpoint: CheckpointMaker, given: dict[str, Any]
-) -> None:
-    config = WorkerConfig(model=checkpoint("llama"), adapters=copy.parent, num_pages=8, **given)
-    with pytest.raises(ConfigError, match=r"a pool with --adapters needs [01]$"):
-        plan_stage(config)
-
-
 def test_stages_compare_the_room_for_adapters(copy: Path, checkpoint: CheckpointMaker) -> None:
     config = WorkerConfig(model=checkpoint("llama"), num_pages=8)
     plain = plan_stage(config)

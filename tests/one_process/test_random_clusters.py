@@ -109,13 +109,13 @@ def _drawn_pool(dice: random.Random, found: Drawn, role: str) -> dict[str, Any]:
     stages, ranks = (found.layout[f"{role}_{way}"] for way in ("pp", "tp"))
     has_data_ranks = (
         ranks > 1
-        and not {"adapters", "disk_cache"} & found.settings.keys()
+        and "disk_cache" not in found.settings
         and "other_prefill" not in found.layout
         and dice.random() < 0.5
     )
     if has_data_ranks:
         return {"dp_attention": ranks}
-    if ranks > 1 and "adapters" not in found.settings and "other_prefill" not in found.layout:
+    if ranks > 1 and "other_prefill" not in found.layout:
         return {"overlap_tokens": dice.choice((0, 2, 40))}
     if role == "decode" and stages == ranks == 1 and "draft" not in found.settings:
         return {"overlap_steps": dice.random() < 0.5}

@@ -68,12 +68,12 @@ ALONE = {
 }
 BESIDE_TOKENS = {**ALONE, "none": "idle", "prebuilt": "prebuilt+"}
 SHARES = {
-    "none": (0, 0),
-    "decode": (2, 2),
-    "extend": (7, 2),
-    "verify": (7, 7),
-    "idle": (0, 0),
-    "prebuilt": (0, 0),
+    "none": DataShare(0, 0),
+    "decode": DataShare(2, 2),
+    "extend": DataShare(7, 2),
+    "verify": DataShare(7, 7),
+    "idle": DataShare(0, 0),
+    "prebuilt": DataShare(0, 0),
 }
 
 
@@ -103,7 +103,8 @@ def test_s3_1_with_a_rank_with_tokens(kind: str, peer: str) -> None:
     assert shown(step) == [BESIDE_TOKENS[kind], ALONE[peer], "idle"]
     assert given is None or step[0] is given, "its own object, with the shares written into it"
     assert all(
-        each is not None and each.shares == (SHARES[kind], SHARES[peer], (0, 0)) for each in step
+        each is not None and each.shares == (SHARES[kind], SHARES[peer], DataShare(0, 0))
+        for each in step
     )
     assert step[0] is not None
     assert step[0].inner_idle is None or step[0].inner_idle.shares == step[0].shares
@@ -241,7 +242,7 @@ def test_s3_5_the_inner_idle_batch_is_known_on_every_stage() -> None:
     assert step[0] is not None
     arrived = records.unpack_batch(records.pack_input(3, step[0])).batch
     assert arrived.inner_idle is not None
-    assert arrived.inner_idle.shares == step[0].shares == ((0, 0), (7, 2))
+    assert arrived.inner_idle.shares == step[0].shares == (DataShare(0, 0), DataShare(7, 2))
 
 
 def test_s3_6_rows_of_a_step_that_was_not_planned_are_refused() -> None:
@@ -253,6 +254,19 @@ def test_s3_6_rows_of_a_step_that_was_not_planned_are_refused() -> None:
                 match=re.escape(f"2 rows of data rank 0 of 2, in a step planned for {counts}"),
             ):
                 ranks.gather_rows(torch.zeros(2, 3), counts)
+
+
+def test_the_shares_name_the_adapters_of_every_rank() -> None:
+    """By runs of tokens: of a prompt's tokens, only the last one of a row needs logits."""
+    adapted = batch(ForwardMode.PREFILL, 5, 2, 3)
+    adapted.adapters = ("a", "", "b")
+    step = plan_step([batch(ForwardMode.DECODE, 1, 1), adapted])
+    runs = ((("a", 5), ("", 2), ("b", 3)), (("a", 1), ("", 1), ("b", 1)))
+    expected = (DataShare(2, 2), DataShare(10, 3, *runs))
+    assert all(each is not None and each.shares == expected for each in step)
+    (alone,) = plan_step([adapted])
+    assert alone is not None
+    assert alone.shares == (DataShare(10, 3),), "a rank alone has them in its rows"
 
 
 def test_s3_6_changing_a_batch_drops_the_shares() -> None:
