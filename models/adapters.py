@@ -3,6 +3,11 @@
 For a projection y = W x an adapter has A [r, in] and B [out, r], and adds scale * B A x to y. The
 scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (rank-stabilized LoRA, Kalajdzievski
 2023). Whatever else PEFT offers changes the function in another way and is refused by name.
+
+PEFT adapts a parameter of a module (`target_parameters`) by wrapping the module, and names its factors
+after the module. If it adapts several parameters of a module, the first is the innermost wrapper,
+with one ".base_layer" in its name for each later one. The factors of a stack of E experts are A
+[E * r, in], expert after expert, and B [out, r * E], in which an expert has every E-th column.
 """
 
 import hashlib
@@ -17,6 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
+from torch import Tensor
 
 from engine.core.layer_range import LayerRange
 from models.blocks.low_rank import LowRankFactors
@@ -34,6 +40,9 @@ _PEFT_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.(?:default\.)?weight$")
 # PEFT saves these with an adapter of the head; they are the model's own.
 _UNTRAINED = re.compile(r"\.base_layer\.(weight|bias)$")
+_BASE_LAYER = ".base_layer"
+_STACKS = ("gate_up_proj", "down_proj")  # parameters with all experts, in the order of a module's
+_MAX_EXPERTS = 4096
 _MAX_CONFIG_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 # Settings that change the function in a way that this module does not compute, and their values
@@ -46,7 +55,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False, None),
@@ -58,20 +66,37 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class FactorKeys:
+    """The tensors with a module's factors, of which an expert of a stack has its part."""
+
+    down: str
+    up: str
+    expert: int = 0
+    num_experts: int = 1
+
+    def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return A [r, in] and B [out, r] without its scale."""
+        rows = len(tensors[self.down]) // self.num_experts
+        down = tensors[self.down][self.expert * rows :][:rows]
+        return down, tensors[self.up][:, self.expert :: self.num_experts]
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """One adapter's files, checked against PEFT's rules but not against a model.
 
     Attributes:
         name: that of its folder.
-        modules: the keys of the two factors by module, as PEFT names the module.
+        modules: the keys of the two factors by module, as PEFT names the module. A parameter of
+            stacked experts is a module of each expert: "experts.3.down_proj".
         scales: by module.
         num_values: of all factors.
     """
 
     name: str
     folder: Path
-    modules: Mapping[str, tuple[str, str]]
+    modules: Mapping[str, FactorKeys]
     scales: Mapping[str, float]
     num_values: int
 
@@ -109,9 +134,7 @@ class Adapter:
             content = file.read_bytes()
             digest.update(content)
             tensors = load(content)
-            found = {
-                module: [tensors[key] for key in keys] for module, keys in self.modules.items()
-            }
+            found = {module: keys.factors(tensors) for module, keys in self.modules.items()}
         except (SafetensorError, OSError, KeyError) as error:
             raise _damaged(file, error) from error
 
@@ -154,7 +177,8 @@ class StageFactors:
         self._read = read
         self._modules: dict[str, str] = {}
         for module in adapter.modules:
-            name = without_prefix(module.removeprefix(_PEFT_PREFIX), other_names)
+            # Other names may be those of a module's tensors, and end in a dot.
+            name = without_prefix(f"{module.removeprefix(_PEFT_PREFIX)}.", other_names)[:-1]
             layer = LAYER_NAME.match(name)
             is_own = (
                 layers.end == num_layers
@@ -176,6 +200,11 @@ class StageFactors:
             return None
         self._taken.add(module)
         return self._read(self._modules[module])
+
+    def skip(self, module: str) -> bool:
+        """Implement `FactorSource.skip`."""
+        self._taken.add(module)
+        return module in self._modules
 
     def finish(self) -> None:
         """Implement `FactorSource.finish`."""
@@ -204,15 +233,63 @@ def read_adapter(folder: Path) -> Adapter:
             shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
+    pairs = dict(_factors_of(folder, shapes))
+    parameters = _parameters_of(folder, config, pairs)
     modules, scales = {}, {}
-    for module, keys in _factors_of(folder, shapes):
-        rank = _rank(folder, module, *(shapes[key] for key in keys))
-        modules[module] = keys
-        scales[module] = _scale(folder, config, module.removeprefix(_PEFT_PREFIX), rank)
+    for wrapper, (down, up) in pairs.items():
+        module, parameter = parameters[wrapper]
+        name = module if parameter is None else f"{module}.{parameter}"
+        rank, scale = _rank_and_scale(folder, config, name.removeprefix(_PEFT_PREFIX))
+        num_experts = _num_experts(folder, wrapper, rank, shapes[down], shapes[up])
+        if parameter not in _STACKS:
+            if num_experts != 1:
+                raise _refused(
+                    folder, f"{wrapper} has rank {shapes[down][0]}, its config states {rank}"
+                )
+            modules[module], scales[module] = FactorKeys(down, up), scale
+            continue
+        for expert in range(num_experts):
+            name = f"{module}.{expert}.{parameter}"
+            modules[name], scales[name] = FactorKeys(down, up, expert, num_experts), scale
     if not modules:
         raise _refused(folder, f"{WEIGHTS} has no tensors")
-    num_values = sum(math.prod(shapes[key]) for keys in modules.values() for key in keys)
+    num_values = sum(math.prod(shapes[key]) for keys in pairs.values() for key in keys)
     return Adapter(folder.name, folder, modules, scales, num_values)
+
+
+def _parameters_of(
+    folder: Path, config: Mapping[str, Any], modules: Iterable[str]
+) -> dict[str, tuple[str, str | None]]:
+    """Return each module of the file without wrappers, and its parameter if one is adapted."""
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+        raise _refused(folder, "target_parameters is no list of names")
+    for target in targets:
+        if target.rpartition(".")[2] not in (*_STACKS, "weight"):
+            raise _refused(folder, f"target_parameters {target[:80]!r} is not supported")
+    wrappers: dict[str, list[str]] = {}
+    for name in modules:
+        wrappers.setdefault(name.split(_BASE_LAYER)[0], []).append(name)
+    found: dict[str, tuple[str, str | None]] = {}
+    for module, names in wrappers.items():
+        parameters: list[str | None] = [
+            parameter
+            for parameter in (_STACKS if module.endswith(".experts") else ("weight",))
+            if any(f".{module}.{parameter}".endswith(f".{target}") for target in targets)
+        ]
+        outer = [module + _BASE_LAYER * depth for depth in reversed(range(len(names)))]
+        if sorted(outer) != sorted(names) or len(parameters or [None]) != len(names):
+            raise _refused(
+                folder,
+                f"{module} has the factors {', '.join(sorted(names))[:200]}, its config targets "
+                f"{', '.join(map(str, parameters)) or 'no parameter of it'}",
+            )
+        # The innermost wrapper is of the first parameter.
+        found |= {
+            name: (module, parameter)
+            for name, parameter in zip(outer, parameters or [None], strict=True)
+        }
+    return found
 
 
 def _factors_of(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -231,26 +308,34 @@ def _factors_of(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, tuple[
         yield module, (pair["A"], pair["B"])
 
 
-def _rank(folder: Path, module: str, down: Sequence[int], up: Sequence[int]) -> int:
-    """Return the rank of a module's factors with these shapes."""
-    if len(down) != 2 or len(up) != 2 or down[0] != up[1] or not 1 <= down[0] <= MAX_RANK:
+def _num_experts(
+    folder: Path, module: str, rank: int, down: Sequence[int], up: Sequence[int]
+) -> int:
+    """Return how many factors of a rank the tensors with these shapes have: 1, or experts."""
+    is_pair = len(down) == len(up) == 2 and down[0] == up[1]
+    num_experts, rest = divmod(down[0], rank) if is_pair else (0, 0)
+    if not is_pair or num_experts > _MAX_EXPERTS:
         raise _refused(
             folder,
-            f"{module} has factors {list(down)} and {list(up)}, not [r, in] and [out, r] with r up "
-            f"to {MAX_RANK}",
+            f"{module} has factors {list(down)} and {list(up)}, not [r, in] and [out, r], for up to "
+            f"{_MAX_EXPERTS} experts",
         )
-    return down[0]
+    if rest or not num_experts:
+        raise _refused(folder, f"{module} has rank {down[0]}, its config states {rank}")
+    return num_experts
 
 
-def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the scale of a module's update, as PEFT's config states it."""
-    stated = _of_module(folder, config, "rank_pattern", module, config.get("r", 8))
+def _rank_and_scale(folder: Path, config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Return the rank of a module's update and its scale, as PEFT's config states them."""
+    rank = _of_module(folder, config, "rank_pattern", module, config.get("r", 8))
     alpha = _of_module(folder, config, "alpha_pattern", module, config.get("lora_alpha", 8))
-    if stated != rank:
-        raise _refused(folder, f"{module} has rank {rank}, its config states {stated}")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+        raise _refused(
+            folder, f"{module} has rank {json.dumps(rank)[:80]}, not one from 1 to {MAX_RANK}"
+        )
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise _refused(folder, f"lora_alpha {json.dumps(alpha)[:80]} is no number")
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _of_module(

@@ -85,6 +85,7 @@ def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:
         expert_width=width,
         shared_width=width,
         routing=InputRouting(),
+        swaps_factors=True,
         experts_field="num_local_experts",
         shared_field="intermediate_size",
     )

@@ -1,7 +1,7 @@
 """The adapters of a stage, and the construction of its projections' low-rank updates."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -72,6 +72,25 @@ class Projection:
         return self.arranged(*numbers)[:, 0].numpy()
 
 
+@dataclass(frozen=True)
+class ExpertProjection:
+    """A projection of every expert of a layer, as a rank has it for its own experts.
+
+    Attributes:
+        prefix: the prefix of the experts' names, which are numbers.
+        parts: the names that it may have, each with the rows that belong to it.
+        in_features: the terms of a sum.
+        own: the experts of this rank.
+        is_swapped: PEFT has taken the inputs of the stacked parameter for its outputs.
+    """
+
+    prefix: str
+    parts: Mapping[str, Part]
+    in_features: int
+    own: Part
+    is_swapped: bool = False
+
+
 class StageAdapters:
     """The adapters of a stage. They come and go while it serves.
 
@@ -82,7 +101,7 @@ class StageAdapters:
         """Create the adapters of a stage; without `has_any` it can never have one."""
         self.rows = AdapterRows()
         self._has_any = has_any
-        self._projections: list[_AdaptedProjection] = []
+        self._projections: list[_AdaptedProjection | _AdaptedExperts] = []
 
     def load(self, adapter: str, source: FactorSource) -> None:
         """Load an adapter. Rows of later batches may have it.
@@ -94,14 +113,14 @@ class StageAdapters:
         source.finish()
         for each, factors in found:
             if factors is not None:
-                each.include(adapter, factors)
+                each.loaded.include(adapter, factors)
         self.rows.add(adapter)
 
     def drop(self, adapter: str) -> None:
         """Release an adapter that no batch has any more."""
         self.rows.remove(adapter)
         for each in self._projections:
-            each.exclude(adapter)
+            each.loaded.exclude(adapter)
 
     def updates(
         self,
@@ -118,20 +137,62 @@ class StageAdapters:
         """
         if not self._has_any:
             return None
-        adapted = _AdaptedProjection(
-            projection, dtype, device, ranks, LowRankUpdates(self.rows), {}
-        )
-        self._projections.append(adapted)
-        return adapted.updates
+        loaded = _Loaded(LowRankUpdates(self.rows))
+        self._projections.append(_AdaptedProjection(projection, dtype, device, ranks, loaded))
+        return loaded.updates
+
+    def updates_of_experts(
+        self, projection: ExpertProjection, *, dtype: torch.dtype, device: torch.device
+    ) -> LowRankUpdates | None:
+        """Return the updates of a projection of experts, or None if it can never have any."""
+        if not self._has_any:
+            return None
+        loaded = _Loaded(LowRankUpdates(self.rows))
+        self._projections.append(_AdaptedExperts(projection, dtype, device, loaded))
+        return loaded.updates
 
 
 @dataclass(frozen=True)
 class _AdapterFactors:
-    """One adapter's factors of a whole projection: A of all parts, and B by part."""
+    """One adapter's factors of a projection, or of each expert's: A of all parts, and B by part."""
 
     rank: int
-    down: Linear | SummedLinear
-    ups: tuple[UpFactor, ...]
+    downs: tuple[Linear | SummedLinear, ...]
+    ups: tuple[tuple[UpFactor, ...], ...]
+
+
+class _Loaded:
+    """The adapters that update a projection."""
+
+    def __init__(self, updates: LowRankUpdates) -> None:
+        self.updates = updates
+        self._by_adapter: dict[str, _AdapterFactors] = {}
+
+    def include(self, adapter: str, factors: _AdapterFactors) -> None:
+        self._by_adapter[adapter] = factors
+        self._regroup()
+
+    def exclude(self, adapter: str) -> None:
+        if self._by_adapter.pop(adapter, None) is not None:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """Group the adapters in an order that does not depend on the order of their loads.
+
+        Ranks exchange the sums of one adapter after another, and a rank that joined again has
+        loaded them in another order than the others.
+        """
+        by_rank: dict[int, dict[str, _AdapterFactors]] = {}
+        for adapter, factors in sorted(self._by_adapter.items(), key=lambda each: each[0]):
+            by_rank.setdefault(factors.rank, {})[adapter] = factors
+        self.updates.groups = [
+            UpdateGroup(
+                tuple(members),
+                _product([down for each in members.values() for down in each.downs]),
+                tuple(ups for each in members.values() for ups in each.ups),
+            )
+            for _, members in sorted(by_rank.items(), key=lambda each: each[0])
+        ]
 
 
 @dataclass(frozen=True)
@@ -142,8 +203,7 @@ class _AdaptedProjection:
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks | None
-    updates: LowRankUpdates
-    loaded: dict[str, _AdapterFactors]  # by adapter
+    loaded: _Loaded
 
     def factors(self, source: FactorSource) -> _AdapterFactors | None:
         """Return the factors of an adapter, or None if it does not target this projection.
@@ -159,33 +219,7 @@ class _AdaptedProjection:
         if not by_name:
             return None
         down, ups = _joined(source.name, self.projection, by_name, self.dtype, self.device)
-        return _AdapterFactors(len(down), self._down(down), ups)
-
-    def include(self, adapter: str, factors: _AdapterFactors) -> None:
-        self.loaded[adapter] = factors
-        self._regroup()
-
-    def exclude(self, adapter: str) -> None:
-        if self.loaded.pop(adapter, None) is not None:
-            self._regroup()
-
-    def _regroup(self) -> None:
-        """Group the adapters in an order that does not depend on the order of their loads.
-
-        Ranks exchange the sums of one adapter after another, and a rank that joined again has
-        loaded them in another order than the others.
-        """
-        by_rank: dict[int, dict[str, _AdapterFactors]] = {}
-        for adapter, factors in sorted(self.loaded.items(), key=lambda each: each[0]):
-            by_rank.setdefault(factors.rank, {})[adapter] = factors
-        self.updates.groups = [
-            UpdateGroup(
-                tuple(members),
-                _product([each.down for each in members.values()]),
-                tuple(each.ups for each in members.values()),
-            )
-            for _, members in sorted(by_rank.items(), key=lambda each: each[0])
-        ]
+        return _AdapterFactors(len(down), (self._down(down),), (ups,))
 
     def _down(self, matrix: Tensor) -> Linear | SummedLinear:
         """Return the layer of A [r, in], or of this rank's terms of it."""
@@ -194,6 +228,69 @@ class _AdaptedProjection:
             return Linear(matrix)
         own = matrix[:, terms.start : terms.stop].contiguous()
         return SummedLinear(own, None, self.ranks, terms=terms)
+
+
+@dataclass(frozen=True)
+class _AdaptedExperts:
+    """A projection of experts with the factors of the adapters that target it."""
+
+    projection: ExpertProjection
+    dtype: torch.dtype
+    device: torch.device
+    loaded: _Loaded
+
+    def factors(self, source: FactorSource) -> _AdapterFactors | None:
+        """Return the factors of an adapter, or None if it does not target these experts.
+
+        Raises:
+            ConfigError: they do not have the shape of the projection, or some experts have none.
+        """
+        own = self.projection.own
+        found = list[LowRankFactors]()
+        num_others = 0
+        for expert in range(own.total):
+            names = [f"{self.projection.prefix}{expert}.{name}" for name in self.projection.parts]
+            if own.start <= expert < own.stop:
+                found += self._factors_of(source, names)
+            else:
+                skipped = [source.skip(name) for name in names]
+                num_others += any(skipped)
+        num_found = len(found) + num_others
+        if num_found not in (0, own.total):
+            raise ConfigError(
+                f"adapter {source.name!r} updates {num_found} of the {own.total} experts of "
+                f"{self.projection.prefix}{'/'.join(self.projection.parts)}: all or none must be",
+                field="adapters",
+            )
+        if not found:
+            return None
+        rank = max(len(each.down) for each in found)
+        downs, ups = zip(*(self._padded(each, rank) for each in found), strict=True)
+        return _AdapterFactors(rank, downs, ups)
+
+    def _factors_of(self, source: FactorSource, names: Sequence[str]) -> list[LowRankFactors]:
+        """Return the factors of an expert, none or one, with its rows of B."""
+        terms = self.projection.in_features
+        for name, rows in zip(names, self.projection.parts.values(), strict=True):
+            factors = source.factors(name)
+            if factors is None:
+                continue
+            if self.projection.is_swapped:
+                factors = LowRankFactors(factors.up.T, factors.down.T)
+            given = factors.up.shape[0], factors.down.shape[1]
+            if given != (rows.total, terms):
+                raise _other_model(source.name, name, given, (rows.total, terms))
+            return [replace(factors, up=factors.up[rows.start : rows.stop])]
+        return []
+
+    def _padded(self, factors: LowRankFactors, rank: int) -> tuple[Linear, tuple[UpFactor, ...]]:
+        """Return the layer of A and the matrix of B with zeros in place of terms above a rank."""
+        down = factors.down.new_zeros(rank, factors.down.shape[1])
+        up = factors.up.new_zeros(rank, len(factors.up))
+        down[: len(factors.down)] = factors.down
+        up[: factors.up.shape[1]] = factors.up.T
+        matrix = UpFactor(up.to(self.device, self.dtype), 0, 0)
+        return Linear(down.to(self.device, self.dtype)), (matrix,)
 
 
 def _joined(
@@ -232,11 +329,17 @@ def _check(
     given = factors.up.shape[0], factors.down.shape[1]
     expected = out_features, projection.in_features
     if given != expected:
-        raise ConfigError(
-            f"adapter {adapter!r} is for another model: its update of {projection.prefix}{name} is "
-            f"{list(given)}, the model's projection is {list(expected)}",
-            field="adapters",
-        )
+        raise _other_model(adapter, projection.prefix + name, given, expected)
+
+
+def _other_model(
+    adapter: str, module: str, given: tuple[int, int], expected: tuple[int, int]
+) -> ConfigError:
+    return ConfigError(
+        f"adapter {adapter!r} is for another model: its update of {module} is {list(given)}, the "
+        f"model's projection is {list(expected)}",
+        field="adapters",
+    )
 
 
 def _product(layers: Sequence[Linear | SummedLinear]) -> Product:

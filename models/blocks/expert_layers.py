@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.core.layer_range import Part
+from engine.core.numerics import silu
 from models.blocks.linear import GatedLinear, GroupedLinear, Linear
+from models.blocks.low_rank import LowRankUpdates, index_tensor, untouched_rows
 from models.blocks.weights import Weights
 
 
@@ -31,6 +34,7 @@ class ExpertShape:
     own: Part
     hidden_size: int
     width: int
+    swaps_factors: bool = False  # of adapters, as `ExpertProjection.is_swapped`
 
     @property
     def others(self) -> list[int]:
@@ -47,14 +51,58 @@ class ExpertShape:
 class GatedExperts:
     """Experts that compute down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, *, shape: ExpertShape, weights: Weights) -> None:
+    def __init__(self, *, shape: ExpertShape, weights: Weights, updated: Weights) -> None:
+        """Create the experts. `weights` have no adapters, those of `updated` update them."""
         read = _read_stacks if weights.has("gate_up_proj") else _read_each
         gated, down = read(shape, weights)
         self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
+        self._gates = GroupedLinear([each.gate for each in gated])
+        self._ups = GroupedLinear([each.up for each in gated])
+        width, hidden = shape.width, shape.hidden_size
+        self._gate_updates, self._up_updates, self._down_updates = (
+            updated.updates_of_experts(parts, terms, shape.own, is_swapped=shape.swaps_factors)
+            for parts, terms in (
+                (
+                    {"gate_proj": Part.whole(width), "gate_up_proj": Part(0, width, 2 * width)},
+                    hidden,
+                ),
+                (
+                    {
+                        "up_proj": Part.whole(width),
+                        "gate_up_proj": Part(width, 2 * width, 2 * width),
+                    },
+                    hidden,
+                ),
+                ({"down_proj": Part.whole(hidden)}, width),
+            )
+        )
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Implement `ExpertLayers`."""
-        return self._down(self._gate_up(x, counts), counts)
+        inner = self._inner(x, counts)
+        return _updated(self._down(inner, counts), inner, self._down_updates, counts)
+
+    def _inner(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the gated products, as `GatedLinear` does: rows with updates take two products."""
+        rest = untouched_rows((self._gate_updates, self._up_updates), len(x))
+        if rest is None:
+            return self._gate_up(x, counts)
+        gate = _updated(self._gates(x, counts), x, self._gate_updates, counts)
+        inner = silu(gate) * _updated(self._ups(x, counts), x, self._up_updates, counts)
+        if len(rest):
+            expert_of = np.repeat(np.arange(len(counts)), counts)[rest]
+            rows = index_tensor(rest)
+            inner[rows] = self._gate_up(
+                x[rows], np.bincount(expert_of, minlength=len(counts)).tolist()
+            )
+        return inner
+
+
+def _updated(
+    product: Tensor, x: Tensor, updates: LowRankUpdates | None, counts: Sequence[int]
+) -> Tensor:
+    """Return the experts' product with x after the updates of its rows."""
+    return product if updates is None else updates.add(product, x, counts)
 
 
 def _read_stacks(shape: ExpertShape, weights: Weights) -> tuple[list[GatedLinear], list[Linear]]:
@@ -110,10 +158,14 @@ class ClampedExperts:
     They are stacked. Rows of gate and up alternate.
     """
 
-    def __init__(self, *, shape: ExpertShape, activation: ClampedSwiglu, weights: Weights) -> None:
+    def __init__(
+        self, *, shape: ExpertShape, activation: ClampedSwiglu, weights: Weights, updated: Weights
+    ) -> None:
+        """Create the experts. `weights` have no adapters, those of `updated` update them."""
         self._activation = activation
         layers: list[GroupedLinear] = []
         biases: list[Tensor] = []
+        updates: list[LowRankUpdates | None] = []
         for name, rows, columns in (
             ("gate_up_proj", 2 * shape.width, shape.hidden_size),
             ("down_proj", shape.hidden_size, shape.width),
@@ -131,15 +183,23 @@ class ClampedExperts:
                 for item in shape.items
             ]
             biases.append(torch.stack(each))
+            updates.append(
+                updated.updates_of_experts(
+                    {name: Part.whole(rows)}, columns, shape.own, is_swapped=shape.swaps_factors
+                )
+            )
             for index in shape.others:
                 weights.skip(name, index)
                 weights.skip(f"{name}_bias", index)
         self._gate_up, self._down = layers
         self._inner_biases, self._biases = biases
+        self._inner_updates, self._down_updates = updates
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Implement `ExpertLayers`."""
         of_row = torch.repeat_interleave(torch.tensor(counts)).to(x.device)
-        both = self._gate_up(x, counts).float() + self._inner_biases[of_row]
+        product = _updated(self._gate_up(x, counts), x, self._inner_updates, counts)
+        both = product.float() + self._inner_biases[of_row]
         inner = self._activation(*both.view(len(x), both.shape[1] // 2, 2).unbind(-1)).to(x.dtype)
-        return (self._down(inner, counts).float() + self._biases[of_row]).to(x.dtype)
+        product = _updated(self._down(inner, counts), inner, self._down_updates, counts)
+        return (product.float() + self._biases[of_row]).to(x.dtype)

@@ -8,10 +8,8 @@ dtypes use the same order of sums in plain torch. A device uses the product of i
 from collections.abc import Sequence
 from enum import StrEnum
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.contracts.model import Ranks
@@ -21,7 +19,7 @@ from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.host.linear.weight_memory import Allocate
 from engine.kernels.plain_product import plain_product
-from models.blocks.low_rank import LowRankUpdates, index_tensor
+from models.blocks.low_rank import LowRankUpdates, index_tensor, untouched_rows
 
 # The bytes that a rank would receive from the others if each added up all rows.
 SHARED_OUT_BYTES = 1 << 20
@@ -281,7 +279,7 @@ class GatedLinear:
         packed, packed_up = self.gate.packed, self.up.packed
         if packed is None or packed_up is None:
             return silu(self.gate(x)) * self.up(x)
-        rest = self._untouched(len(x))
+        rest = untouched_rows((self.gate.updates, self.up.updates), len(x))
         if rest is None:
             return packed.multiply_gated(x, packed_up)
         out = silu(self.gate(x)) * self.up(x)
@@ -289,18 +287,6 @@ class GatedLinear:
             rows = index_tensor(rest)
             out[rows] = packed.multiply_gated(x[rows], packed_up)
         return out
-
-    def _untouched(self, num_rows: int) -> NDArray[np.int64] | None:
-        """Return the rows, [n], that no adapter updates; None if no row is updated."""
-        found = [
-            each.updates
-            for each in (self.gate, self.up)
-            if each.updates is not None and each.updates.touched(num_rows)
-        ]
-        if not found:
-            return None
-        chosen = np.logical_or.reduce([each.chosen_rows(num_rows) for each in found])
-        return np.flatnonzero(~chosen)
 
 
 class GroupedLinear:

@@ -11,7 +11,7 @@ rows.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -61,6 +61,10 @@ class FactorSource(Protocol):
         """
         ...
 
+    def skip(self, module: str) -> bool:
+        """Leave the factors of a projection to other ranks; return whether there are any."""
+        ...
+
     def finish(self) -> None:
         """Check that every module with factors was asked for.
 
@@ -85,6 +89,21 @@ class ChosenRows:
     rows: NDArray[np.int64]
     runs: Runs
     covers_all: bool
+
+    def runs_of_experts(self, counts: Sequence[int]) -> Runs:
+        """Return runs by adapter and expert, if the rows follow one another by expert.
+
+        `counts` are the rows of each expert. A run's place is adapter * experts + expert.
+        """
+        expert_of = np.repeat(np.arange(len(counts)), counts)[self.rows]
+        adapter_of = np.repeat(*np.array(self.runs).T)
+        return runs_of(adapter_of * len(counts) + expert_of)
+
+
+def runs_of(places: NDArray[np.int64]) -> Runs:
+    """Return the runs of equal places, at least one."""
+    starts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
+    return tuple((int(places[start]), end - start) for start, end in pairwise(starts))
 
 
 def index_tensor(rows: NDArray[np.int64]) -> Tensor:
@@ -134,10 +153,7 @@ class TokenAdapters:
         index = index[found[index] >= 0]
         if not len(index):
             return None
-        ordered = found[index]
-        starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
-        runs = tuple((int(ordered[start]), end - start) for start, end in pairwise(starts))
-        return ChosenRows(index_tensor(index), index, runs, covers_all)
+        return ChosenRows(index_tensor(index), index, runs_of(found[index]), covers_all)
 
 
 class _Current(threading.local):
@@ -211,6 +227,11 @@ class AdapterRows:
         finally:
             self._current.tokens = before
 
+    def having_only(self, wanted: Tensor) -> AbstractContextManager[None]:
+        """Let projections get the wanted ones of the tokens, in that order, as `having` does."""
+        tokens = self._current.tokens
+        return self.having(None if tokens is None else tokens.kept(wanted))
+
     def keep(self, wanted: Tensor | slice | None) -> None:
         """Reduce the tokens to those that the rest of the block computes; None keeps all."""
         if self._current.tokens is not None and wanted is not None:
@@ -221,8 +242,8 @@ class AdapterRows:
 class UpdateGroup:
     """The updates of one projection by adapters whose A have one shape.
 
-    `down` multiplies runs of rows by A; the place of an adapter is that in `names`. `ups` has the
-    parts of every adapter's B.
+    `down` multiplies runs of rows by A; the place of an adapter is that in `names`, or of one of its
+    experts that of `ChosenRows.runs_of_experts`. `ups` has the parts of the B of each place.
     """
 
     names: tuple[str, ...]
@@ -267,16 +288,20 @@ class LowRankUpdates:
                 found[chosen.rows] = True
         return found
 
-    def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add the updates to `y` [T, out], and return it. `x` is the projection's input [T, in]."""
+    def add(self, y: Tensor, x: Tensor, experts: Sequence[int] | None = None) -> Tensor:
+        """Add the updates to `y` [T, out], and return it. `x` is the projection's input [T, in].
+
+        `experts` are the numbers of rows of each expert, if the projection is one of experts.
+        """
         for group, chosen in self._chosen(len(x)):
             if chosen is None:
                 continue
-            h = group.down(x if chosen.covers_all else x[chosen.index], chosen.runs)
+            runs = chosen.runs if experts is None else chosen.runs_of_experts(experts)
+            h = group.down(x if chosen.covers_all else x[chosen.index], runs)
             if y.device.type == "cpu" and y.dtype is h.dtype and has_kernels(h.dtype):
-                add_update(y, h, chosen.index, group.table(chosen.runs), Team())
+                add_update(y, h, chosen.index, group.table(runs), Team())
             else:
-                _add_plainly(y, h, chosen, group.ups)
+                _add_plainly(y, h, chosen.index, runs, group.ups)
         return y
 
     def _chosen(self, num_rows: int) -> list[tuple[UpdateGroup, ChosenRows | None]]:
@@ -291,14 +316,25 @@ class LowRankUpdates:
         return [(group, tokens.of(group.names)) for group in self.groups]
 
 
+def untouched_rows(
+    updates: Sequence[LowRankUpdates | None], num_rows: int
+) -> NDArray[np.int64] | None:
+    """Return the rows, [n], that no adapter updates; None if no row is updated."""
+    found = [each for each in updates if each is not None and each.touched(num_rows)]
+    if not found:
+        return None
+    chosen = np.logical_or.reduce([each.chosen_rows(num_rows) for each in found])
+    return np.flatnonzero(~chosen)
+
+
 def _add_plainly(
-    y: Tensor, h: Tensor, chosen: ChosenRows, ups: Sequence[Sequence[UpFactor]]
+    y: Tensor, h: Tensor, index: Tensor, runs: Runs, ups: Sequence[Sequence[UpFactor]]
 ) -> None:
     """Add the updates in the order of sums of the kernel, or on a device by its library."""
     for (place, _), rows, part in zip(
-        chosen.runs,
-        torch.split(chosen.index.to(y.device), [count for _, count in chosen.runs]),
-        torch.split(h, [count for _, count in chosen.runs]),
+        runs,
+        torch.split(index.to(y.device), [count for _, count in runs]),
+        torch.split(h, [count for _, count in runs]),
         strict=True,
     ):
         for matrix, first_term, first_output in ups[place]:

@@ -123,6 +123,7 @@ class MoeSpec:
     shared_width: int = 0
     clamped: ClampedSwiglu | None = None
     rank: TensorRank = ONLY_RANK
+    swaps_factors: bool = False  # `ExpertProjection.is_swapped` of its adapters
     experts_field: str = "num_experts"
     shared_field: str = "shared_expert_intermediate_size"
 
@@ -297,7 +298,8 @@ class _Experts:
     """
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
-        weights = weights.without_adapters()
+        self._rows = weights.adapters.rows
+        updated, weights = weights, weights.without_adapters()
         self._num_experts = spec.num_experts
         self._num_chosen = spec.num_chosen
         self._weighs_inputs = isinstance(spec.routing, InputRouting)
@@ -306,11 +308,13 @@ class _Experts:
         self._num_most = max(len(share) for share in spec.shares)  # experts of any rank
         self._ranks = weights.ranks
         self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
-        shape = ExpertShape(self._own, spec.hidden_size, spec.expert_width)
+        shape = ExpertShape(self._own, spec.hidden_size, spec.expert_width, spec.swaps_factors)
         self._layers: ExpertLayers = (
-            GatedExperts(shape=shape, weights=weights)
+            GatedExperts(shape=shape, weights=weights, updated=updated)
             if spec.clamped is None
-            else ClampedExperts(shape=shape, activation=spec.clamped, weights=weights)
+            else ClampedExperts(
+                shape=shape, activation=spec.clamped, weights=weights, updated=updated
+            )
         )
 
     def homes(self, x: Tensor) -> Homes:
@@ -365,7 +369,8 @@ class _Experts:
         mine = slice(start := sum(counts[: self._own.start]), start + sum(own))
         tokens = tokens[mine]
         given = x[tokens] if gains is None else x[tokens] * gains[mine]
-        results = self._layers(given, own)
+        with self._rows.having_only(tokens):
+            results = self._layers(given, own)
         if self._ranks is None:
             return results
         if homes.counts is None:

@@ -19,6 +19,7 @@ from engine.core.numerics import HOST, Numerics, WeightFormat
 from engine.kernels.host.linear.weight_memory import Allocate, WeightMemory
 from models.blocks.adapted import (
     Arranged,
+    ExpertProjection,
     Projection,
     Rows,
     StageAdapters,
@@ -240,6 +241,16 @@ class Weights:
             dtype=dtype or self._dtype,
             device=self.device,
             ranks=self.ranks,
+        )
+
+    def updates_of_experts(
+        self, parts: Mapping[str, Part], in_features: int, own: Part, *, is_swapped: bool = False
+    ) -> LowRankUpdates | None:
+        """Return the updates of a projection; the arguments are those of `ExpertProjection`."""
+        return self.adapters.updates_of_experts(
+            ExpertProjection(self.prefix, parts, in_features, own, is_swapped),
+            dtype=self._dtype,
+            device=self.device,
         )
 
     def summed(

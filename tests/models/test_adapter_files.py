@@ -51,6 +51,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
+def target_both_stacks(folder: Path) -> None:
+    """Let a file with one pair of factors of experts state two."""
+    configure(folder, target_parameters=["gate_up_proj", "mlp.experts.down_proj"])
+    tensors = {
+        key.replace("layers.2.self_attn.q_proj", "layers.2.mlp.experts"): each
+        for key, each in load_file(folder / WEIGHTS).items()
+    }
+    save_file(tensors, folder / WEIGHTS)
+
+
 def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
@@ -66,10 +76,23 @@ def cut(path: Path, length: int) -> None:
             "modules_to_save .* is not supported",
         ),
         (
-            lambda folder: configure(folder, target_parameters=["mlp.experts.down_proj"]),
-            "target_parameters",
+            lambda folder: configure(folder, target_parameters=["mlp.experts.down_proj_bias"]),
+            "target_parameters 'mlp.experts.down_proj_bias' is not supported",
+        ),
+        (
+            lambda folder: configure(folder, target_parameters="mlp.experts.down_proj"),
+            "target_parameters is no list of names",
+        ),
+        (
+            target_both_stacks,
+            r"layers.2.mlp.experts has the factors [^,]*, its config targets gate_up_proj, down_proj",
         ),
         (lambda folder: configure(folder, r=4), "has rank 8, its config states 4"),
+        (lambda folder: configure(folder, r=3), "has rank 8, its config states 3"),
+        (
+            lambda folder: configure(folder, r=MAX_RANK + 1),
+            f"has rank {MAX_RANK + 1}, not one from 1 to {MAX_RANK}",
+        ),
         (lambda folder: configure(folder, lora_alpha="much"), "lora_alpha .* is no number"),
         (lambda folder: configure(folder, rank_pattern=[1]), "rank_pattern is no object"),
         (lambda folder: configure(folder, rank_pattern={"(": 1}), "rank_pattern has the key"),
@@ -88,18 +111,6 @@ def cut(path: Path, length: int) -> None:
                 folder, lambda held: held.update({f"{Q_PROJ}.lora_A.weight": torch.zeros(7, 72)})
             ),
             r"has factors \[7, 72\] and \[80, 8\]",
-        ),
-        (
-            lambda folder: rewrite(
-                folder,
-                lambda held: held.update(
-                    {
-                        f"{Q_PROJ}.lora_A.weight": torch.zeros(MAX_RANK + 1, 72),
-                        f"{Q_PROJ}.lora_B.weight": torch.zeros(80, MAX_RANK + 1),
-                    }
-                ),
-            ),
-            f"with r up to {MAX_RANK}",
         ),
         (
             lambda folder: rewrite(folder, lambda held: held.update(rest=torch.zeros(1))),

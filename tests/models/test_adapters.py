@@ -1,10 +1,14 @@
 """Adapters against PEFT, and the bits of their rows in any batch and any division."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.core.layer_range import LayerRange
@@ -12,6 +16,7 @@ from engine.core.numerics import Numerics, WeightFormat
 from engine.core.request import Request, SampledToken, SamplingParams
 from models.loader import ModelDescription
 from runtime.errors import ConfigError, InternalError
+from runtime.model_files.adapter_folders import CONFIG, WEIGHTS
 from tests.models.conftest import CheckpointMaker
 from tests.support.models.adapters import adapted_oracle, with_adapters, write_adapter
 from tests.support.models.single_stage import StageDriver
@@ -21,6 +26,7 @@ PROMPT = torch.randint(3, 240, (90,), generator=torch.Generator().manual_seed(7)
 OTHERS = {1: PROMPT[3:70], 2: PROMPT[:1], 3: PROMPT[20:89]}
 STEPS = [17, 200, 5]
 TOLERANCE = 2e-4
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -56,6 +62,14 @@ def adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
         ("qwen3_5_moe_text", r".*(shared_expert\.up_proj|o_proj)", {}),
         ("kimi_linear", [*ATTENTION], {}),
         ("deepseek_v3", ["o_proj", "q_b_proj", "kv_a_proj_with_mqa"], {}),
+        ("deepseek_v3", ["o_proj"], {"target_parameters": STACKS}),
+        ("qwen3_moe", "all-linear", {}),
+        ("glm4_moe", "all-linear", {"use_rslora": True}),
+        ("mixtral", "all-linear", {}),
+        ("minimax_m2", "all-linear", {}),
+        ("qwen3_next", [], {"target_parameters": ["mlp.experts.down_proj"]}),
+        ("gpt_oss", ["o_proj", "q_proj"], {"target_parameters": STACKS}),
+        ("llama4", ["q_proj"], {"target_parameters": STACKS, "alpha_pattern": {"down_proj": 3}}),
     ],
 )
 def test_logits_are_those_of_peft(
@@ -174,6 +188,94 @@ def test_ranks_whose_heads_differ_give_the_bits_of_one_process(
     write_adapter(tmp_path / "b", model, seed=6, rank=3)
     description, names = with_adapters(model, tmp_path), ["a", "b", "", "a"]
     assert answers(description, names, 1, tp) == answers(description, names)
+
+
+def apart(adapter: Path, num_experts: int, folder: Path) -> Path:
+    """Write an adapter of stacked experts with the factors of each expert, as PEFT did with the
+    modules of transformers 4."""
+    shutil.copytree(adapter, folder)
+    config = json.loads((adapter / CONFIG).read_text())
+    rank = config["r"]
+    config |= {"target_parameters": None, "rank_pattern": {"(gate|up)_proj": 2 * rank}}
+    config["alpha_pattern"] = {"(gate|up)_proj": 2 * config["lora_alpha"]}
+    (folder / CONFIG).write_text(json.dumps(config))
+    tensors = dict[str, Tensor]()
+    stacks = {"base_layer.": ("gate_proj", "up_proj"), "": ("down_proj",)}
+    for key, tensor in load_file(adapter / WEIGHTS).items():
+        found = re.fullmatch(r"(.*experts\.)(base_layer\.)?(lora_[AB]\.weight)", key)
+        if found is None:
+            tensors[key] = tensor
+            continue
+        names = stacks[found[2] or ""]
+        for expert in range(num_experts):
+            parts = (
+                [tensor.chunk(num_experts)[expert]] * len(names)
+                if "lora_A" in key
+                else tensor[:, expert::num_experts].chunk(len(names))
+            )
+            for name, part in zip(names, parts, strict=True):
+                tensors[f"{found[1]}{expert}.{name}.{found[3]}"] = part.clone().contiguous()
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "num_stages", "tp"),
+    [("qwen3_moe", 2, 1), ("qwen3_moe", 1, 2), ("glm4_moe", 2, 2), ("gpt_oss", 1, 2)],
+)
+def test_experts_on_stages_and_ranks_give_the_bits_of_one_process(
+    family: str, num_stages: int, tp: int, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    model = checkpoint(family, dtype=torch.bfloat16)
+    targets: dict[str, Any] = (
+        {"targets": ["q_proj"], "target_parameters": STACKS} if family == "gpt_oss" else {}
+    )
+    for seed, (name, rank) in enumerate((("a", 8), ("b", 3), ("c", 8)), 5):
+        write_adapter(tmp_path / name, model, seed=seed, rank=rank, **targets)
+    description, names = with_adapters(model, tmp_path), ["a", "b", "", "c", "a"]
+    expected = answers(description, names)
+    assert answers(description, names, num_stages, tp) == expected
+    alone = [answers(description, [""] * place + [name])[place] for place, name in enumerate(names)]
+    assert alone == expected
+
+
+@pytest.mark.parametrize(("family", "num_experts"), [("qwen3_moe", 5), ("glm4_moe", 6)])
+def test_experts_apart_have_the_bits_of_stacked_ones(
+    family: str, num_experts: int, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    model = checkpoint(family, dtype=torch.bfloat16)
+    stacked = write_adapter(tmp_path / "stacked" / "a", model, seed=5)
+    apart(stacked, num_experts, tmp_path / "apart" / "a")
+    found, expected = (
+        answers(with_adapters(model, tmp_path / form), ["a", "", "a"])
+        for form in ("apart", "stacked")
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "says"),
+    [
+        (4, r"adapter 'a\w*' updates 4 of the 5 experts of layers.0.mlp.experts.gate_proj/"),
+        (6, r"adapter a updates what Baton cannot update in this model: layers.0.mlp.experts.5"),
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_another_number_of_experts_is_refused(
+    num_experts: int, says: str, tp: int, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    model = checkpoint("qwen3_moe")
+    stacked = write_adapter(tmp_path / "stacked" / "a", model, seed=5)
+    tensors = load_file(stacked / WEIGHTS)
+    for key, tensor in tensors.items():
+        if ".experts." in key:
+            each = [tensor] if "lora_A" in key else [tensor.T]
+            rows = len(each[0]) // 5 * num_experts
+            taken = torch.cat([each[0], each[0]])[:rows]
+            tensors[key] = (taken if "lora_A" in key else taken.T).contiguous()
+    save_file(tensors, stacked / WEIGHTS)
+    with pytest.raises(ConfigError, match=says):
+        answers(with_adapters(model, tmp_path / "stacked"), ["a"], tp=tp)
 
 
 def test_adapters_of_a_stage_are_those_of_its_layers(
