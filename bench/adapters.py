@@ -2,9 +2,10 @@
 
 Steps of a random model of Qwen3-0.6B's shape, in one process, by turns: without adapters, with
 adapters that no row uses, with one adapter for all rows, and with an adapter of its own for every
-row. Adapters update all linear layers. Every ratio is the median over the rounds of the time
-divided by the time of the same work without adapters in the same round. `decode_loading` is that of
-steps without adapters while another thread loads one.
+row. Adapters update all linear layers. With `--experts` the model has the same attention in 12
+layers with 32 experts, of which 4 are chosen, and adapters update all experts, too. Every ratio is
+the median over the rounds of the time divided by the time of the same work without adapters in the
+same round. `decode_loading` is that of steps without adapters while another thread loads one.
 """
 
 import argparse
@@ -31,15 +32,36 @@ from runtime.model_files.adapter_folders import CONFIG, WEIGHTS
 PAGE_SIZE = 64
 MAX_LOADING = 64  # steps beside a load
 NUM_LAYERS, HIDDEN, INTERMEDIATE = 28, 1024, 3072
-# The outputs and inputs of the projections of a layer of `MODEL`.
-PROJECTIONS = {
+NUM_EXPERTS, EXPERT_WIDTH, NUM_SPARSE_LAYERS = 32, 384, 12
+SPARSE_MODEL = MODEL | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": NUM_SPARSE_LAYERS,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": EXPERT_WIDTH,
+    "norm_topk_prob": True,
+}
+ATTENTION = {
     "self_attn.q_proj": (2048, HIDDEN),
     "self_attn.k_proj": (1024, HIDDEN),
     "self_attn.v_proj": (1024, HIDDEN),
     "self_attn.o_proj": (HIDDEN, 2048),
+}
+# The outputs and inputs of the projections of a layer of `MODEL`.
+PROJECTIONS = ATTENTION | {
     "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
     "mlp.up_proj": (INTERMEDIATE, HIDDEN),
     "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+SPARSE_PROJECTIONS = ATTENTION | {
+    f"mlp.experts.{expert}.{name}": shape
+    for expert in range(NUM_EXPERTS)
+    for name, shape in (
+        ("gate_proj", (EXPERT_WIDTH, HIDDEN)),
+        ("up_proj", (EXPERT_WIDTH, HIDDEN)),
+        ("down_proj", (HIDDEN, EXPERT_WIDTH)),
+    )
 }
 
 
@@ -66,7 +88,14 @@ def write_random_adapter(
 
 
 def measure(
-    folder: Path, *, rows: int, rounds: int, steps: int, context: int, prompt: int
+    model: Mapping[str, object],
+    folder: Path,
+    *,
+    rows: int,
+    rounds: int,
+    steps: int,
+    context: int,
+    prompt: int,
 ) -> dict[str, Value]:
     """Return the ratios of decode steps of `rows` rows and of prompts of `prompt` tokens."""
     adapters = read_adapters(folder)
@@ -74,7 +103,7 @@ def measure(
     size = max(prompt, context + 4 * (rounds + 1) * (steps + 1) + rounds * (steps + MAX_LOADING))
     plain, adapted = (
         Ours(
-            replace(random_model(MODEL), adapters=found),
+            replace(random_model(dict(model)), adapters=found),
             numerics=Numerics.EXACT,
             page_size=PAGE_SIZE,
             max_tokens=size,
@@ -102,7 +131,7 @@ def measure(
             if turn:
                 times.setdefault(f"prefill_{name}", []).append(prefill_s)
                 times.setdefault(f"decode_{name}", []).append(decode_s)
-    found = _loading(adapted, folder, rounds=rounds, steps=steps)
+    found = _loading(adapted, model, folder, rounds=rounds, steps=steps)
     for part in ("prefill", "decode"):
         base = times[f"{part}_plain"]
         found[f"{part}_plain_ms"] = round(1000 * statistics.median(base), 1)
@@ -112,9 +141,11 @@ def measure(
     return found
 
 
-def _loading(side: Ours, folder: Path, *, rounds: int, steps: int) -> dict[str, Value]:
+def _loading(
+    side: Ours, model: Mapping[str, object], folder: Path, *, rounds: int, steps: int
+) -> dict[str, Value]:
     """Return the time of a load beside decode steps, and the ratio of these steps."""
-    adapters = LoadedAdapters(folder, random_model(MODEL), side.model, lambda key: None)
+    adapters = LoadedAdapters(folder, random_model(dict(model)), side.model, lambda key: None)
     side.adapters = ()
     key = adapters.keys[-1]
     times, ratios = list[float](), list[float]()
@@ -154,14 +185,22 @@ def main() -> int:
         ("prompt", 512),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--experts", action="store_true", help="of a model with experts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     load = OtherLoad()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(flags.adapters):
-            write_random_adapter(Path(folder) / f"a{seed}", rank=flags.rank, seed=seed)
+            write_random_adapter(
+                Path(folder) / f"a{seed}",
+                rank=flags.rank,
+                seed=seed,
+                num_layers=NUM_SPARSE_LAYERS if flags.experts else NUM_LAYERS,
+                projections=SPARSE_PROJECTIONS if flags.experts else PROJECTIONS,
+            )
         values = measure(
+            SPARSE_MODEL if flags.experts else MODEL,
             Path(folder),
             rows=flags.rows,
             rounds=flags.rounds,

@@ -1,8 +1,9 @@
 """The adapters of a stage, and the construction of its projections' low-rank updates."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -74,18 +75,20 @@ class Projection:
 
 @dataclass(frozen=True)
 class ExpertProjection:
-    """A projection of every expert of a layer, as a rank has it for its own experts.
+    """A projection of every expert of a layer, or several with the same input in one product.
 
     Attributes:
         prefix: the prefix of the experts' names, which are numbers.
-        parts: the names that it may have, each with the rows that belong to it.
+        stack: the parameter in which files may have all of it for all experts.
+        parts: the number of rows of each part, by name.
         in_features: the terms of a sum.
         own: the experts of this rank.
         is_swapped: PEFT has taken the inputs of the stacked parameter for its outputs.
     """
 
     prefix: str
-    parts: Mapping[str, Part]
+    stack: str
+    parts: Mapping[str, int]
     in_features: int
     own: Part
     is_swapped: bool = False
@@ -246,51 +249,63 @@ class _AdaptedExperts:
             ConfigError: they do not have the shape of the projection, or some experts have none.
         """
         own = self.projection.own
-        found = list[LowRankFactors]()
+        names = dict.fromkeys((self.projection.stack, *self.projection.parts))
+        found = list[list[tuple[LowRankFactors, int]]]()
         num_others = 0
         for expert in range(own.total):
-            names = [f"{self.projection.prefix}{expert}.{name}" for name in self.projection.parts]
             if own.start <= expert < own.stop:
-                found += self._factors_of(source, names)
+                found.append(self._factors_of(source, f"{self.projection.prefix}{expert}."))
             else:
-                skipped = [source.skip(name) for name in names]
+                skipped = [
+                    source.skip(f"{self.projection.prefix}{expert}.{name}") for name in names
+                ]
                 num_others += any(skipped)
-        num_found = len(found) + num_others
+        num_found = sum(map(bool, found)) + num_others
         if num_found not in (0, own.total):
             raise ConfigError(
                 f"adapter {source.name!r} updates {num_found} of the {own.total} experts of "
-                f"{self.projection.prefix}{'/'.join(self.projection.parts)}: all or none must be",
+                f"{self.projection.prefix}{'/'.join(names)}: all or none must be",
                 field="adapters",
             )
-        if not found:
+        if not num_found:
             return None
-        rank = max(len(each.down) for each in found)
-        downs, ups = zip(*(self._padded(each, rank) for each in found), strict=True)
+        rank = max(sum(len(factors.down) for factors, _ in parts) for parts in found)
+        downs, ups = zip(*(self._joined(parts, rank) for parts in found), strict=True)
         return _AdapterFactors(rank, downs, ups)
 
-    def _factors_of(self, source: FactorSource, names: Sequence[str]) -> list[LowRankFactors]:
-        """Return the factors of an expert, none or one, with its rows of B."""
-        terms = self.projection.in_features
-        for name, rows in zip(names, self.projection.parts.values(), strict=True):
-            factors = source.factors(name)
-            if factors is None:
-                continue
-            if self.projection.is_swapped:
-                factors = LowRankFactors(factors.up.T, factors.down.T)
-            given = factors.up.shape[0], factors.down.shape[1]
-            if given != (rows.total, terms):
-                raise _other_model(source.name, name, given, (rows.total, terms))
-            return [replace(factors, up=factors.up[rows.start : rows.stop])]
-        return []
+    def _factors_of(self, source: FactorSource, prefix: str) -> list[tuple[LowRankFactors, int]]:
+        """Return the factors of an expert's parts, each with its first output."""
+        widths = self.projection.parts
+        stacked = source.factors(prefix + self.projection.stack)
+        if stacked is not None and self.projection.is_swapped:
+            stacked = LowRankFactors(stacked.up.T, stacked.down.T)
+        first_outputs = accumulate(widths.values(), initial=0)
+        found = (
+            [(prefix + self.projection.stack, stacked, sum(widths.values()), 0)]
+            if stacked is not None
+            else [
+                (prefix + name, source.factors(prefix + name), width, first)
+                for (name, width), first in zip(widths.items(), first_outputs, strict=False)
+            ]
+        )
+        for name, factors, width, _ in found:
+            if factors is not None:
+                _check_shapes(source.name, name, factors, width, self.projection.in_features)
+        return [(factors, first) for _, factors, _, first in found if factors is not None]
 
-    def _padded(self, factors: LowRankFactors, rank: int) -> tuple[Linear, tuple[UpFactor, ...]]:
-        """Return the layer of A and the matrix of B with zeros in place of terms above a rank."""
-        down = factors.down.new_zeros(rank, factors.down.shape[1])
-        up = factors.up.new_zeros(rank, len(factors.up))
-        down[: len(factors.down)] = factors.down
-        up[: factors.up.shape[1]] = factors.up.T
-        matrix = UpFactor(up.to(self.device, self.dtype), 0, 0)
-        return Linear(down.to(self.device, self.dtype)), (matrix,)
+    def _joined(
+        self, parts: Sequence[tuple[LowRankFactors, int]], rank: int
+    ) -> tuple[Linear, tuple[UpFactor, ...]]:
+        """Return the layer of A of all parts, with rows of zeros up to a rank, and B by part."""
+        down = torch.zeros(rank, self.projection.in_features)
+        ups = list[UpFactor]()
+        end = 0
+        for factors, first_output in parts:
+            start, end = end, end + len(factors.down)
+            down[start:end] = factors.down
+            matrix = factors.up.T.to(self.device, self.dtype).contiguous()
+            ups.append(UpFactor(matrix, start, first_output))
+        return Linear(down.to(self.device, self.dtype)), tuple(ups)
 
 
 def _joined(
@@ -310,7 +325,9 @@ def _joined(
         count = num_rows(rows)
         factors = by_name.get(name)
         if factors is not None:
-            _check(adapter, projection, name, factors, parts[0].total)
+            _check_shapes(
+                adapter, projection.prefix + name, factors, parts[0].total, projection.in_features
+            )
             own = torch.cat([factors.up[part.start : part.stop] for part in parts])
             first_term = sum(len(down) for down in downs)
             places = np.flatnonzero((order >= first_row) & (order < first_row + count))
@@ -323,23 +340,17 @@ def _joined(
     return torch.cat(downs).to(device, dtype), tuple(ups)
 
 
-def _check(
-    adapter: str, projection: Projection, name: str, factors: LowRankFactors, out_features: int
+def _check_shapes(
+    adapter: str, module: str, factors: LowRankFactors, out_features: int, in_features: int
 ) -> None:
     given = factors.up.shape[0], factors.down.shape[1]
-    expected = out_features, projection.in_features
+    expected = out_features, in_features
     if given != expected:
-        raise _other_model(adapter, projection.prefix + name, given, expected)
-
-
-def _other_model(
-    adapter: str, module: str, given: tuple[int, int], expected: tuple[int, int]
-) -> ConfigError:
-    return ConfigError(
-        f"adapter {adapter!r} is for another model: its update of {module} is {list(given)}, the "
-        f"model's projection is {list(expected)}",
-        field="adapters",
-    )
+        raise ConfigError(
+            f"adapter {adapter!r} is for another model: its update of {module} is {list(given)}, the "
+            f"model's projection is {list(expected)}",
+            field="adapters",
+        )
 
 
 def _product(layers: Sequence[Linear | SummedLinear]) -> Product:

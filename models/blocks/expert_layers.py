@@ -1,6 +1,6 @@
 """The layers of routed experts. Files store them one by one or stacked along a first axis."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.core.layer_range import Part
 from engine.core.numerics import silu
+from models.blocks.adapted import ExpertProjection
 from models.blocks.linear import GatedLinear, GroupedLinear, Linear
 from models.blocks.low_rank import LowRankUpdates, index_tensor, untouched_rows
 from models.blocks.weights import Weights
@@ -59,23 +60,10 @@ class GatedExperts:
         self._gates = GroupedLinear([each.gate for each in gated])
         self._ups = GroupedLinear([each.up for each in gated])
         width, hidden = shape.width, shape.hidden_size
-        self._gate_updates, self._up_updates, self._down_updates = (
-            updated.updates_of_experts(parts, terms, shape.own, is_swapped=shape.swaps_factors)
-            for parts, terms in (
-                (
-                    {"gate_proj": Part.whole(width), "gate_up_proj": Part(0, width, 2 * width)},
-                    hidden,
-                ),
-                (
-                    {
-                        "up_proj": Part.whole(width),
-                        "gate_up_proj": Part(width, 2 * width, 2 * width),
-                    },
-                    hidden,
-                ),
-                ({"down_proj": Part.whole(hidden)}, width),
-            )
+        self._inner_updates = _updates(
+            shape, updated, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden
         )
+        self._down_updates = _updates(shape, updated, "down_proj", {"down_proj": hidden}, width)
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Implement `ExpertLayers`."""
@@ -84,11 +72,12 @@ class GatedExperts:
 
     def _inner(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the gated products, as `GatedLinear` does: rows with updates take two products."""
-        rest = untouched_rows((self._gate_updates, self._up_updates), len(x))
+        rest = untouched_rows((self._inner_updates,), len(x))
         if rest is None:
             return self._gate_up(x, counts)
-        gate = _updated(self._gates(x, counts), x, self._gate_updates, counts)
-        inner = silu(gate) * _updated(self._ups(x, counts), x, self._up_updates, counts)
+        both = torch.cat([self._gates(x, counts), self._ups(x, counts)], dim=1)
+        gate, up = _updated(both, x, self._inner_updates, counts).chunk(2, dim=1)
+        inner = silu(gate) * up
         if len(rest):
             expert_of = np.repeat(np.arange(len(counts)), counts)[rest]
             rows = index_tensor(rest)
@@ -96,6 +85,15 @@ class GatedExperts:
                 x[rows], np.bincount(expert_of, minlength=len(counts)).tolist()
             )
         return inner
+
+
+def _updates(
+    shape: ExpertShape, updated: Weights, stack: str, parts: Mapping[str, int], in_features: int
+) -> LowRankUpdates | None:
+    """Return the adapters' updates of a projection; see `ExpertProjection`."""
+    return updated.updates_of_experts(
+        ExpertProjection(updated.prefix, stack, parts, in_features, shape.own, shape.swaps_factors)
+    )
 
 
 def _updated(
@@ -183,11 +181,7 @@ class ClampedExperts:
                 for item in shape.items
             ]
             biases.append(torch.stack(each))
-            updates.append(
-                updated.updates_of_experts(
-                    {name: Part.whole(rows)}, columns, shape.own, is_swapped=shape.swaps_factors
-                )
-            )
+            updates.append(_updates(shape, updated, name, {name: rows}, columns))
             for index in shape.others:
                 weights.skip(name, index)
                 weights.skip(f"{name}_bias", index)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,7 +24,12 @@ from torch import Tensor
 
 from engine.core.batch import AdapterRun, ForwardBatch
 from engine.kernels.host.codegen.compiled import Team, has_kernels
-from engine.kernels.host.linear.low_rank import UpFactor, add_update, update_table
+from engine.kernels.host.linear.low_rank import (
+    UpFactor,
+    add_update,
+    update_items,
+    update_table,
+)
 from runtime.errors import InternalError
 
 # Runs of rows, each with the place of its adapter and a number of rows.
@@ -89,15 +95,19 @@ class ChosenRows:
     rows: NDArray[np.int64]
     runs: Runs
     covers_all: bool
+    _of_experts: dict[tuple[int, ...], Runs] = field(default_factory=dict, init=False, repr=False)
 
     def runs_of_experts(self, counts: Sequence[int]) -> Runs:
         """Return runs by adapter and expert, if the rows follow one another by expert.
 
         `counts` are the rows of each expert. A run's place is adapter * experts + expert.
         """
-        expert_of = np.repeat(np.arange(len(counts)), counts)[self.rows]
-        adapter_of = np.repeat(*np.array(self.runs).T)
-        return runs_of(adapter_of * len(counts) + expert_of)
+        key = tuple(counts)
+        if key not in self._of_experts:
+            expert_of = np.repeat(np.arange(len(counts)), counts)[self.rows]
+            adapter_of = np.repeat(*np.array(self.runs).T)
+            self._of_experts[key] = runs_of(adapter_of * len(counts) + expert_of)
+        return self._of_experts[key]
 
 
 def runs_of(places: NDArray[np.int64]) -> Runs:
@@ -257,8 +267,14 @@ class UpdateGroup:
         if runs not in self._tables:
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
-            self._tables[runs] = update_table([(self.ups[place], count) for place, count in runs])
+            self._tables[runs] = update_table(
+                [(self._items[place], count) for place, count in runs]
+            )
         return self._tables[runs]
+
+    @cached_property
+    def _items(self) -> list[NDArray[np.int64]]:
+        return [update_items(ups) for ups in self.ups]
 
 
 class LowRankUpdates:

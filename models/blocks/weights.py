@@ -243,15 +243,9 @@ class Weights:
             ranks=self.ranks,
         )
 
-    def updates_of_experts(
-        self, parts: Mapping[str, Part], in_features: int, own: Part, *, is_swapped: bool = False
-    ) -> LowRankUpdates | None:
-        """Return the updates of a projection; the arguments are those of `ExpertProjection`."""
-        return self.adapters.updates_of_experts(
-            ExpertProjection(self.prefix, parts, in_features, own, is_swapped),
-            dtype=self._dtype,
-            device=self.device,
-        )
+    def updates_of_experts(self, projection: ExpertProjection) -> LowRankUpdates | None:
+        """Return the adapters' updates of a projection of experts."""
+        return self.adapters.updates_of_experts(projection, dtype=self._dtype, device=self.device)
 
     def summed(
         self, name: str, *, rows: int, terms: Sequence[Part], bias: bool = False

@@ -256,7 +256,7 @@ def test_experts_apart_have_the_bits_of_stacked_ones(
 @pytest.mark.parametrize(
     ("num_experts", "says"),
     [
-        (4, r"adapter 'a\w*' updates 4 of the 5 experts of layers.0.mlp.experts.gate_proj/"),
+        (4, r"adapter 'a\w*' updates 4 of the 5 experts of layers.0.mlp.experts.gate_up_proj/"),
         (6, r"adapter a updates what Baton cannot update in this model: layers.0.mlp.experts.5"),
     ],
 )

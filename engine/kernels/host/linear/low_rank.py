@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import carray, njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.host.codegen.compiled import (
@@ -56,37 +57,46 @@ class UpFactor(NamedTuple):
     first_output: int
 
 
-def update_table(runs: Sequence[tuple[Sequence[UpFactor], int]]) -> Tensor:
+def update_items(factors: Sequence[UpFactor]) -> NDArray[np.int64]:
+    """Return the items of an update without their rows, [n, 8].
+
+    They have addresses within the factors, which must outlive them.
+    """
+    items = [
+        (
+            matrix.data_ptr() + start * matrix.itemsize,
+            matrix.shape[1] * matrix.itemsize,
+            matrix.shape[0],
+            first_term,
+            first_output + start,
+            min(_TILE_OUTPUTS, matrix.shape[1] - start),
+            0,
+            0,
+        )
+        for matrix, first_term, first_output in factors
+        for start in range(0, matrix.shape[1], _TILE_OUTPUTS)
+    ]
+    return np.array(items, np.int64).reshape(-1, _FIELDS)
+
+
+def update_table(runs: Sequence[tuple[NDArray[np.int64], int]]) -> Tensor:
     """Return the items of an update of runs of rows, [n, 8] int64.
 
-    Each run has its factors and its number of rows. The table has addresses within the factors,
-    which must outlive it.
+    Each run has its `update_items` and its number of rows, at least one.
     """
-    items = []
+    pieces = list[NDArray[np.int64]]()
+    rows = list[tuple[int, int]]()
     first_row = 0
-    for factors, num_rows in runs:
-        for matrix, first_term, first_output in factors:
-            rank, outputs = matrix.shape
-            for row in range(first_row, first_row + num_rows, _ITEM_ROWS):
-                rows = min(_ITEM_ROWS, first_row + num_rows - row)
-                items += [
-                    (
-                        matrix.data_ptr() + start * matrix.itemsize,
-                        outputs * matrix.itemsize,
-                        rank,
-                        first_term,
-                        first_output + start,
-                        min(_TILE_OUTPUTS, outputs - start),
-                        row,
-                        rows,
-                    )
-                    for start in range(0, outputs, _TILE_OUTPUTS)
-                ]
+    for items, num_rows in runs:
+        for row in range(0, num_rows, _ITEM_ROWS):
+            pieces.append(items)
+            rows.append((first_row + row, min(_ITEM_ROWS, num_rows - row)))
         first_row += num_rows
+    table = np.concatenate(pieces)
+    table[:, -2:] = np.repeat(np.array(rows, np.int64), [len(piece) for piece in pieces], axis=0)
     # By frombuffer: recordings refuse tensors with values of the present run, but nothing in a
     # table or an index changes from one replay to the next.
-    table = torch.frombuffer(np.array(items, np.int64), dtype=torch.int64)
-    return table.view(-1, _FIELDS)
+    return torch.frombuffer(table, dtype=torch.int64).view(-1, _FIELDS)
 
 
 def add_update(y: Tensor, h: Tensor, index: Tensor, table: Tensor, team: Team) -> None:
