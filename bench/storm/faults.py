@@ -25,6 +25,7 @@ from runtime.errors import BatonError
 from runtime.security.access import PLAIN_CHANNEL
 
 ALL_ROLES = ("prefill", "decode")
+ROLES_RETRY_S = 0.5
 FEWER_ROLES = (("prefill",), ("decode",))
 DISK_BYTES = 1 << 20
 _BLOCK = bytes(4096)
@@ -173,7 +174,8 @@ class Injector:
             case FaultKind.ROLES:
                 await self._give_roles(fault.victim, FEWER_ROLES[self.done[fault.kind] % 2])
                 await asyncio.sleep(fault.amount)
-                await self._give_roles(fault.victim, ALL_ROLES)
+                while not await self._give_roles(fault.victim, ALL_ROLES):
+                    await asyncio.sleep(ROLES_RETRY_S)  # its pool is broken, or it is stopped
 
     def _kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         pid = self._cluster.processes[name].pid
@@ -198,11 +200,13 @@ class Injector:
             with suppress(BatonError):
                 await client.flush_caches()
 
-    async def _give_roles(self, name: str, roles: Sequence[str]) -> None:
-        """Make a worker serve these roles, unless it is away: it starts with all of them."""
+    async def _give_roles(self, name: str, roles: Sequence[str]) -> bool:
+        """Make a worker serve these roles; return whether it does."""
         if (announced := self._cluster.processes[name].announcement) is not None:
             with suppress(BatonError):
                 await set_roles(announced.address, roles, PLAIN_CHANNEL)
+                return True
+        return False
 
     def heal(self) -> None:
         for pid in self._stopped:
