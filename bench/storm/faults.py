@@ -174,8 +174,9 @@ class Injector:
             case FaultKind.ROLES:
                 await self._give_roles(fault.victim, FEWER_ROLES[self.done[fault.kind] % 2])
                 await asyncio.sleep(fault.amount)
-                while not await self._give_roles(fault.victim, ALL_ROLES):
-                    await asyncio.sleep(ROLES_RETRY_S)  # its pool is broken, or it is stopped
+                # Its pool may be broken, or it is stopped.
+                while not await self._give_roles(fault.victim, ALL_ROLES):  # noqa: ASYNC110
+                    await asyncio.sleep(ROLES_RETRY_S)
 
     def _kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         pid = self._cluster.processes[name].pid

@@ -1,8 +1,9 @@
 """Random clusters and conversations: every response has the bits of one process.
 
 A seed draws the model, the pools and their divisions, drafts, adapters, caches, limits and the
-router's policy. Each conversation has three turns, so that later ones find state in one tier or another, and
-some requests are aborted and asked again.
+router's policy; in half of the clusters limits of the product are low. Each conversation has three
+turns, so that later ones find state in one tier or another, and some requests are aborted and asked
+again.
 """
 
 import asyncio
@@ -25,10 +26,11 @@ from tests.support.drafts.eagle import save_draft
 from tests.support.grids import mostly_long
 from tests.support.models.adapters import write_adapter
 from tests.support.models.checkpoints import FAMILY_NAMES, RELATED_NAMES, make_checkpoint
+from tests.support.small_limits import lower_limits
 
 EAGLE = ("llama", "qwen3_5_text")  # families of the width of the random draft
 ORDINARY = ("llama", "mistral", "qwen2", "qwen3")  # families of ordinary drafts
-ADAPTED = (*EAGLE, "gemma3")
+ADAPTED = (*EAGLE, "gemma3", "glm4_moe", "mixtral", "qwen3_moe")
 WINDOWS = ("gemma3", "gemma4", "gpt_oss")
 DIVISIONS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # stages, ranks
 NUM_TURNS = 3
@@ -179,9 +181,12 @@ async def ask(client: AsyncBatonClient, request: Request, abort_s: float | None)
 
 
 @pytest.mark.parametrize("seed", mostly_long(range(24), kept=(5, 21)))
-async def test_any_cluster_gives_the_bits_of_one_process(seed: int, tmp_path: Path) -> None:
+async def test_any_cluster_gives_the_bits_of_one_process(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dice = random.Random(seed)
     cluster = drawn(dice, tmp_path)
+    limits = lower_limits(random.Random(seed), monkeypatch) if seed % 2 else {}
     model = write_files(cluster, tmp_path)
     reference = Reference(
         model,
@@ -212,7 +217,7 @@ async def test_any_cluster_gives_the_bits_of_one_process(seed: int, tmp_path: Pa
             assert (
                 await asyncio.gather(*map(ask, [client] * len(requests), requests, aborts))
                 == expected
-            ), cluster
+            ), (cluster, limits)
             for prompt, answer in zip(prompts, expected, strict=True):
                 prompt += [
                     *(token_id for token_id, _ in answer),
