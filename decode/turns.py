@@ -63,7 +63,7 @@ class DecodeTurns:
 
     def readmit(self) -> None:
         """Resume preempted requests while memory lasts, most urgent and oldest first."""
-        self.waiting.sort(key=lambda entry: (entry.request.priority, entry.key))
+        self.waiting.sort(key=_order)
         while self.waiting:
             entry = self.waiting[0]
             try:
@@ -113,7 +113,7 @@ class DecodeTurns:
     def _grow(self, entry: DecodeEntry) -> bool:
         """Make sure that the entry's next token has a page; return whether it has one.
 
-        Preempts the least urgent, youngest request if no page is free.
+        Preempts another request, or this one, if no page is free.
         """
         while entry.pages is not None:
             missing = (
@@ -124,10 +124,30 @@ class DecodeTurns:
             try:
                 entry.pages.extend(missing)
             except CapacityError:
-                self.preempt(
-                    max(self.ready(), key=lambda other: (other.request.priority, other.key))
-                )
+                self.preempt(self._least_due())
         return False
+
+    def _least_due(self) -> DecodeEntry:
+        """Return the request to preempt.
+
+        It is one of the least urgent, and of these the youngest of the client that holds the most
+        pages for its weight. The first of all in order of urgency and age is not chosen, so that
+        every request ends.
+        """
+        ready = self.ready()
+        first = min(self, key=_order)
+        least_urgent = max(entry.request.priority for entry in ready)
+        others = [
+            entry
+            for entry in ready
+            if entry.request.priority == least_urgent and entry is not first
+        ]
+        held = dict.fromkeys((entry.request.share.client for entry in self), 0.0)
+        for entry in self:
+            if entry.pages is not None:
+                share = entry.request.share
+                held[share.client] += entry.pages.num_pages / share.weight
+        return max(others or ready, key=lambda each: (held[each.request.share.client], each.key))
 
     def preempt(self, entry: DecodeEntry) -> None:
         """Take the memory of a running request, which has nothing in flight."""
@@ -140,3 +160,7 @@ class DecodeTurns:
         del self._running[entry.key]
         self.waiting.append(entry)
         self.on_preempted()
+
+
+def _order(entry: DecodeEntry) -> tuple[int, int]:
+    return entry.request.priority, entry.key

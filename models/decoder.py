@@ -125,7 +125,8 @@ class DecoderLayer:
         if wanted is not None:
             hidden = hidden[wanted]
             mixed = mixed[wanted]
-            self._adapter_rows.keep(wanted)
+            if stage_pass.batch.adapters:
+                self._adapter_rows.keep(wanted)
         return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
@@ -235,6 +236,8 @@ class DecoderStage:
             InternalError: the first stage got no token ids, a later one got no hidden states, or a
                 stage whose first layer shares a selection got no selected keys.
         """
+        if not batch.adapters:
+            return self._forward(batch, hidden, context, aux_hidden, selected_keys)
         rows = self.adapters.rows
         with rows.having(rows.of_batch(batch)):
             return self._forward(batch, hidden, context, aux_hidden, selected_keys)
@@ -268,7 +271,7 @@ class DecoderStage:
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
-        if cut_layer is None:
+        if cut_layer is None and batch.adapters:
             self.adapters.rows.keep(wanted)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
         return StageOutput(

@@ -93,6 +93,7 @@ class PrefillEntry(Entry[PrefillEntryEvent]):
     wanted_snapshots: tuple[int, ...] = ()
     snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
     arrived_s: float = 0.0
+    tag: float = 0.0  # of `FairOrder`
     started_s: float = 0.0
     draft: TokenTree = NO_TREE  # proposed after the first token
     has_first_token: bool = False
@@ -129,9 +130,9 @@ class PrefillEntry(Entry[PrefillEntryEvent]):
         return self.blocks if self.request.num_prompt_logprobs is None else ()
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def turn(self) -> tuple[int, float, int]:
         """Return the sort key of the queue. Keys grow with arrival."""
-        return self.request.priority, self.key
+        return self.request.priority, self.tag, self.key
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prompt scheduling: chunks packed over requests, ordered by priority and then by arrival.
+"""Prompt scheduling: chunks packed over requests, by priority, share of the client, and arrival.
 
     queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token sampled ─▶ held for the
     handoff ─▶ released
@@ -34,6 +34,7 @@ from pool.request.entry import EntryOwner, EntryTable
 from pool.request.entry_state import FAILED_STATES, RELEASED_STATES, EntryStep
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.chunks import chunk_of, chunk_row
+from prefill.fair_order import FairOrder
 from prefill.prompts import (
     FirstToken,
     PrefillEmitter,
@@ -73,7 +74,8 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     # Whether another prompt may take memory now.
     may_start: Callable[[], bool] = lambda: True
     _entries: EntryTable[PrefillEntry] = field(default_factory=EntryTable)
-    _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
+    _queue: list[tuple[int, float, int]] = field(default_factory=list)  # `turn`s, in order
+    _order: FairOrder = field(default_factory=FairOrder)
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
     _num_held: int = 0  # requests that hold memory: started and not released
     _saved: int = 0  # unused tokens of the share for short prompts, at most one chunk
@@ -117,6 +119,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             key, request, emit, blocks=blocks, deadline=deadline, arrived_s=self.clock.now()
         )
         self._entries.add(entry)
+        self._order.enter(entry)
         insort(self._queue, entry.turn)
         return key
 
@@ -210,6 +213,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         )
 
     def on_idle(self) -> None:
+        self._order.forget()
         check_integrity(
             [self.pages.ledger, self.slots.ledger],
             live_owners=self._entries.owners | self.cache.holders,
@@ -277,7 +281,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
     @property
     def _queued(self) -> Iterator[PrefillEntry]:
         """Return the queued requests in order."""
-        return (self._entries[key] for _, key in self._queue)
+        return (self._entries[key] for _, _, key in self._queue)
 
     def _head(self) -> PrefillEntry | None:
         """Return the first queued request that waits for no block of another prompt."""
@@ -337,6 +341,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             return False
         self._num_held += 1
         self._queue.remove(entry.turn)
+        self._order.begin(entry, found.num_tokens)
         self.cache.begin(entry, found)
         entry.advance(found.num_tokens)
         entry.started_s = self.clock.now()
@@ -388,6 +393,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
             self._running.remove(entry)
         if entry.turn in self._queue:
             self._queue.remove(entry.turn)
+            self._order.leave(entry)
         self.cache.end(entry)
 
     def _on_forget(self, entry: PrefillEntry) -> None:

@@ -102,7 +102,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "num_top_logprobs", "priority", "speculate", "num_prompt_logprobs", "structured_output", "prefix_cache", "cache_salt", "adapter", "session")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "num_top_logprobs", "priority", "speculate", "num_prompt_logprobs", "structured_output", "prefix_cache", "cache_salt", "adapter", "session", "share")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class EngineRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -133,7 +134,16 @@ class EngineRequest(_message.Message):
     cache_salt: str
     adapter: str
     session: CacheSession
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., speculate: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[_Union[CacheSession, _Mapping]] = ...) -> None: ...
+    share: ClientShare
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., speculate: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[_Union[CacheSession, _Mapping]] = ..., share: _Optional[_Union[ClientShare, _Mapping]] = ...) -> None: ...
+
+class ClientShare(_message.Message):
+    __slots__ = ("client", "weight")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    client: bytes
+    weight: float
+    def __init__(self, client: _Optional[bytes] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class CacheSession(_message.Message):
     __slots__ = ("digest", "client", "retention_s", "ends")

@@ -63,6 +63,17 @@ class CacheSession:
 
 
 @dataclass(frozen=True)
+class ClientShare:
+    """The client of a request, and its weight against others."""
+
+    client: bytes
+    weight: float = 1.0
+
+
+NAMELESS = ClientShare(b"")  # all clients without a name together
+
+
+@dataclass(frozen=True)
 class Request:
     """One generation request.
 
@@ -85,6 +96,7 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     adapter: str = ""  # the adapter whose updates the model's projections get; empty: none
     session: CacheSession | None = None  # never changes the output
+    share: ClientShare = NAMELESS  # never changes the output
 
     @property
     def needs_output(self) -> bool:

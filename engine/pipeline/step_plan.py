@@ -30,7 +30,7 @@ def plan_step(own: Sequence[ForwardBatch | None]) -> RankBatches:
 def _share_of(batch: ForwardBatch | None, *, names_adapters: bool) -> DataShare:
     if batch is None or batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
         return DataShare(0, 0)
-    wanted = [len(tokens) for tokens in wanted_by_row(batch)]
+    wanted = [*map(len, wanted_by_row(batch))]
     if not batch.adapters or not names_adapters:
         return DataShare(batch.num_tokens, sum(wanted))
     return DataShare(

@@ -72,11 +72,12 @@ class GatedExperts:
 
     def _inner(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the gated products, as `GatedLinear` does: rows with updates take two products."""
-        rest = untouched_rows((self._inner_updates,), len(x))
+        updates = self._inner_updates
+        rest = None if updates is None else untouched_rows((updates,), len(x))
         if rest is None:
             return self._gate_up(x, counts)
         both = torch.cat([self._gates(x, counts), self._ups(x, counts)], dim=1)
-        gate, up = _updated(both, x, self._inner_updates, counts).chunk(2, dim=1)
+        gate, up = _updated(both, x, updates, counts).chunk(2, dim=1)
         inner = silu(gate) * up
         if len(rest):
             expert_of = np.repeat(np.arange(len(counts)), counts)[rest]

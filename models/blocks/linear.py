@@ -279,7 +279,8 @@ class GatedLinear:
         packed, packed_up = self.gate.packed, self.up.packed
         if packed is None or packed_up is None:
             return silu(self.gate(x)) * self.up(x)
-        rest = untouched_rows((self.gate.updates, self.up.updates), len(x))
+        updates = [each for each in (self.gate.updates, self.up.updates) if each is not None]
+        rest = untouched_rows(updates, len(x)) if updates else None
         if rest is None:
             return packed.multiply_gated(x, packed_up)
         out = silu(self.gate(x)) * self.up(x)

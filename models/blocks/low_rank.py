@@ -332,11 +332,9 @@ class LowRankUpdates:
         return [(group, tokens.of(group.names)) for group in self.groups]
 
 
-def untouched_rows(
-    updates: Sequence[LowRankUpdates | None], num_rows: int
-) -> NDArray[np.int64] | None:
+def untouched_rows(updates: Sequence[LowRankUpdates], num_rows: int) -> NDArray[np.int64] | None:
     """Return the rows, [n], that no adapter updates; None if no row is updated."""
-    found = [each for each in updates if each is not None and each.touched(num_rows)]
+    found = [each for each in updates if each.touched(num_rows)]
     if not found:
         return None
     chosen = np.logical_or.reduce([each.chosen_rows(num_rows) for each in found])

@@ -7,13 +7,21 @@ because clients other than routers may reach its port.
 import math
 from collections.abc import Iterator, Sequence
 
-from engine.core.request import CacheSession, Request, SampledToken, SamplingParams, TokenLogprobs
+from engine.core.request import (
+    NAMELESS,
+    CacheSession,
+    ClientShare,
+    Request,
+    SampledToken,
+    SamplingParams,
+    TokenLogprobs,
+)
 from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import MAX_GRAMMAR_BYTES
 from runtime.rpc.unknown_fields import unknown_fields
-from runtime.session_limits import DIGEST_BYTES, MAX_RETENTION_S
+from runtime.session_limits import DIGEST_BYTES, MAX_RETENTION_S, MAX_WEIGHT, MIN_WEIGHT
 
 MAX_TOP_LOGPROBS = 20
 MAX_LISTED_TOKENS = 1024  # biases, and stop tokens; routers accept fewer stop tokens
@@ -53,6 +61,9 @@ def request_from_proto(
         cache_salt=message.cache_salt,
         adapter=message.adapter,
         session=_session(message.session) if message.HasField("session") else None,
+        share=ClientShare(message.share.client, message.share.weight)
+        if message.HasField("share")
+        else NAMELESS,
     )
 
 
@@ -163,7 +174,24 @@ def _violations(
         found.append(
             FieldViolation("structured_output", f"must have at most {MAX_GRAMMAR_BYTES} bytes")
         )
-    return [*found, *_session_violations(message), *_sampling_violations(message.sampling)]
+    return [
+        *found,
+        *_session_violations(message),
+        *_share_violations(message),
+        *_sampling_violations(message.sampling),
+    ]
+
+
+def _share_violations(message: pb.EngineRequest) -> Iterator[FieldViolation]:
+    if not message.HasField("share"):
+        return
+    client, weight = message.share.client, message.share.weight
+    if len(client) != DIGEST_BYTES:
+        yield FieldViolation("share.client", f"must have {DIGEST_BYTES} bytes, got {len(client)}")
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        yield FieldViolation(
+            "share.weight", f"must be between {MIN_WEIGHT} and {MAX_WEIGHT}, got {weight}"
+        )
 
 
 def _session_violations(message: pb.EngineRequest) -> Iterator[FieldViolation]:

@@ -148,6 +148,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         if self._limits.salts_by_client:
             checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
         self._set_session(checked.engine, request, call)
+        if caller.identity:
+            checked.engine.share.CopyFrom(named.limits.share_of(caller.account))
         outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         hold = self._quotas.reserve(caller.account, named, self._charge(checked, named.limits))
         try:

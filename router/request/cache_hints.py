@@ -131,10 +131,15 @@ def cache_session(
     parts = ("session", client, salt, name) if name else ("request", client, salt, request_id)
     return types_pb2.CacheSession(
         digest=_digest(parts),
-        client=_digest(("client", client)),
+        client=client_digest(client),
         retention_s=RETENTION_S if hints.retention_s is None else hints.retention_s,
         ends=hints.ends_session,
     )
+
+
+def client_digest(client: str) -> bytes:
+    """Return the name of a client for the workers."""
+    return _digest(("client", client))
 
 
 def _digest(parts: Iterable[str]) -> bytes:

@@ -16,12 +16,15 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
+from protos import types_pb2
+from router.request.cache_hints import client_digest
 from router.request.priorities import EVERYBODY
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import ConfigError
 from runtime.security.access import Caller
 from runtime.security.file_reload import Contents, Watched
+from runtime.session_limits import MAX_WEIGHT, MIN_WEIGHT
 
 OTHERS = "other"  # metric label of clients without a table
 MAX_TABLES = 256
@@ -33,12 +36,19 @@ class ClientLimits(Config):
     """Limits of one client at one router; 0 means no limit."""
 
     weight: float = Field(
-        default=1.0, ge=0.01, le=1000, description="Share of the pools while others wait."
+        default=1.0,
+        ge=MIN_WEIGHT,
+        le=MAX_WEIGHT,
+        description="Share of the pools while others wait.",
     )
     requests_per_minute: int = Field(default=0, ge=0, le=1 << 40)
     prompt_tokens_per_minute: int = Field(default=0, ge=0, le=1 << 40)
     generated_tokens_per_minute: int = Field(default=0, ge=0, le=1 << 40)
     concurrent_requests: int = Field(default=0, ge=0, le=1 << 20)
+
+    def share_of(self, client: str) -> types_pb2.ClientShare:
+        """Return the share of a client with these limits, in the workers' terms."""
+        return types_pb2.ClientShare(client=client_digest(client), weight=self.weight)
 
 
 UNLIMITED = ClientLimits()

@@ -1,7 +1,7 @@
 """The decode scheduler with hand-made results: what runs, what waits, what is given back."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -9,7 +9,7 @@ from decode.entry import DecodeEntryEvent, DecodeLimits, Finished, Generated
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo
-from engine.core.request import FinishReason, Request, SampledToken, SamplingParams
+from engine.core.request import ClientShare, FinishReason, Request, SampledToken, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepFailed, StepResult
@@ -257,6 +257,22 @@ def test_priority_decides_which_request_is_preempted() -> None:
     assert isinstance(urgent.last, Finished)
     assert isinstance(relaxed.last, Finished)
     assert (urgent.last.num_preemptions, relaxed.last.num_preemptions) == (1, 0)
+
+
+@pytest.mark.parametrize(("weight", "preempted"), [(1.0, [0, 1, 0]), (4.0, [0, 0, 1])])
+def test_the_client_with_most_pages_for_its_weight_gives_way(
+    weight: float, preempted: list[int]
+) -> None:
+    """The youngest request is the other client's only one."""
+    scheduler = make(num_pages=11)
+    shares = [ClientShare(b"hog", weight)] * 2 + [ClientShare(b"other")]
+    clients = [
+        joined(scheduler, replace(request(prompt=5, max_tokens=9), share=share))[1]
+        for share in shares
+    ]
+    run(scheduler, 80)
+    ends = [client.last for client in clients]
+    assert [end.num_preemptions for end in ends if isinstance(end, Finished)] == preempted
 
 
 def test_nothing_new_is_admitted_while_a_preempted_request_waits() -> None:

@@ -323,9 +323,11 @@ async def test_clients_share_cached_prompts_only_if_a_setting_allows(
 async def test_a_session_is_that_of_its_client_and_salt(tmp_path: Path) -> None:
     """Workers see digests: the same for a client's session, named by a field or by metadata."""
     sessions: list[types_pb2.CacheSession] = []
+    shares: list[types_pb2.ClientShare] = []
 
     async def note(request: types_pb2.EngineRequest) -> None:
         assert request.HasField("session") is bool(request.session.digest)
+        shares.append(request.share)
         sessions.append(request.session)
 
     async with shared_router(tmp_path) as router:
@@ -371,6 +373,9 @@ async def test_a_session_is_that_of_its_client_and_salt(tmp_path: Path) -> None:
     assert len({each.digest for each in sessions}) == 5
     assert [each.client == first.client for each in sessions] == [True] * 5 + [False] * 2
     assert none == types_pb2.CacheSession()
+    assert {each.weight for each in shares} == {1.0}
+    alice, bob = first.client, sessions[5].client
+    assert [each.client for each in shares] == [alice] * 5 + [bob, alice]
     assert counts == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 

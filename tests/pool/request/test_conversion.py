@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.request import CacheSession, Request
+from engine.core.request import CacheSession, ClientShare, Request
 from pool.request.conversion import MAX_LISTED_TOKENS, request_from_proto
 from protos import types_pb2
 from runtime.errors import InvalidRequestError
@@ -51,6 +51,30 @@ def test_a_field_of_a_newer_router_is_refused() -> None:
     request.MergeFromString(b"\x98\x3e\x01")
     with pytest.raises(InvalidRequestError, match="field 995: is unknown to this version"):
         request_from_proto(request, vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"client": b"short"}, "share.client"),
+        ({"weight": 0.0}, "share.weight"),
+        ({"weight": 1001.0}, "share.weight"),
+        ({"weight": math.nan}, "share.weight"),
+    ],
+)
+def test_a_share_outside_its_limits_is_refused(change: dict[str, Any], field: str) -> None:
+    given: dict[str, Any] = {"client": b"c" * 16, "weight": 4.0}
+
+    def read(**share: Any) -> Request:  # noqa: ANN401 - fields of a message
+        message = types_pb2.EngineRequest(
+            prompt_token_ids=[1, 2], max_tokens=1, share=types_pb2.ClientShare(**share)
+        )
+        return request_from_proto(message, vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT)
+
+    assert read(**given).share == ClientShare(b"c" * 16, 4.0)
+    with pytest.raises(InvalidRequestError) as caught:
+        read(**{**given, **change})
+    assert [violation.field for violation in caught.value.violations] == [field]
 
 
 @pytest.mark.parametrize(
