@@ -7,7 +7,9 @@ scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (rank-stabilize
 PEFT adapts a parameter of a module (`target_parameters`) by wrapping the module, and names its factors
 after the module. If it adapts several parameters of a module, the first is the innermost wrapper,
 with one ".base_layer" in its name for each later one. The factors of a stack of E experts are A
-[E * r, in], expert after expert, and B [out, r * E], in which an expert has every E-th column.
+[E * r, in], expert after expert, and B [out, r * E], in which an expert has every E-th column. PEFT
+before 0.19 took the second dimension of a stack for its inputs, whatever the model has there, and
+0.19 the other one than later versions. Such factors are swapped: B^T and A^T of what they update.
 """
 
 import hashlib
@@ -74,6 +76,7 @@ class FactorKeys:
     up: str
     expert: int = 0
     num_experts: int = 1
+    is_swapped: bool | None = None  # None: not known
 
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r] without its scale."""
@@ -140,7 +143,8 @@ class Adapter:
 
         def factors(module: str) -> LowRankFactors:
             down, up = (tensor.float() for tensor in found[module])
-            return LowRankFactors(down, up * self.scales[module])
+            is_swapped = self.modules[module].is_swapped
+            return LowRankFactors(down, up * self.scales[module], is_swapped)
 
         return adapter_key(self.name, digest.hexdigest()), factors
 
@@ -248,9 +252,11 @@ def read_adapter(folder: Path) -> Adapter:
                 )
             modules[module], scales[module] = FactorKeys(down, up), scale
             continue
+        is_swapped = _is_swapped(module, pairs, shapes)
         for expert in range(num_experts):
             name = f"{module}.{expert}.{parameter}"
-            modules[name], scales[name] = FactorKeys(down, up, expert, num_experts), scale
+            modules[name] = FactorKeys(down, up, expert, num_experts, is_swapped)
+            scales[name] = scale
     if not modules:
         raise _refused(folder, f"{WEIGHTS} has no tensors")
     num_values = sum(math.prod(shapes[key]) for keys in pairs.values() for key in keys)
@@ -306,6 +312,20 @@ def _factors_of(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, tuple[
         if pair.keys() != {"A", "B"}:
             raise _refused(folder, f"{module} has only one of its two factors")
         yield module, (pair["A"], pair["B"])
+
+
+def _is_swapped(
+    module: str, pairs: Mapping[str, tuple[str, str]], shapes: Mapping[str, Sequence[int]]
+) -> bool | None:
+    """Return whether the factors of experts are swapped; None if only one stack has any.
+
+    With both, their shapes tell: inputs of one are outputs of the other.
+    """
+    inner, outer = pairs.get(module + _BASE_LAYER), pairs.get(module)
+    if inner is None or outer is None:
+        return None
+    inputs, outputs = shapes[inner[0]][-1], shapes[inner[1]][0]
+    return (inputs, outputs) == (2 * shapes[outer[1]][0], shapes[outer[0]][-1])
 
 
 def _num_experts(

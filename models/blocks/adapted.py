@@ -83,7 +83,8 @@ class ExpertProjection:
         parts: the number of rows of each part, by name.
         in_features: the terms of a sum.
         own: the experts of this rank.
-        is_swapped: PEFT has taken the inputs of the stacked parameter for its outputs.
+        is_swapped: whether PEFT takes the inputs of the stacked parameter for its outputs. It matters
+            if neither the factors nor their shapes tell.
     """
 
     prefix: str
@@ -277,7 +278,7 @@ class _AdaptedExperts:
         """Return the factors of an expert's parts, each with its first output."""
         widths = self.projection.parts
         stacked = source.factors(prefix + self.projection.stack)
-        if stacked is not None and self.projection.is_swapped:
+        if stacked is not None and self._is_swapped(stacked):
             stacked = LowRankFactors(stacked.up.T, stacked.down.T)
         first_outputs = accumulate(widths.values(), initial=0)
         found = (
@@ -292,6 +293,14 @@ class _AdaptedExperts:
             if factors is not None:
                 _check_shapes(source.name, name, factors, width, self.projection.in_features)
         return [(factors, first) for _, factors, _, first in found if factors is not None]
+
+    def _is_swapped(self, factors: LowRankFactors) -> bool:
+        """Return whether PEFT has taken inputs for outputs, as some versions do for some families."""
+        if factors.is_swapped is not None:
+            return factors.is_swapped
+        given = factors.up.shape[0], factors.down.shape[1]
+        expected = sum(self.projection.parts.values()), self.projection.in_features
+        return self.projection.is_swapped if given == given[::-1] else given == expected[::-1]
 
     def _joined(
         self, parts: Sequence[tuple[LowRankFactors, int]], rank: int

@@ -45,10 +45,12 @@ class LowRankFactors:
     Attributes:
         down: A, [r, in] fp32.
         up: B times the scale, [out, r] fp32.
+        is_swapped: whether they are the transposes of each other's places; None: not known.
     """
 
     down: Tensor
     up: Tensor
+    is_swapped: bool | None = None
 
 
 class FactorSource(Protocol):

@@ -69,6 +69,7 @@ def adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
         ("minimax_m2", "all-linear", {}),
         ("qwen3_next", [], {"target_parameters": ["mlp.experts.down_proj"]}),
         ("gpt_oss", ["o_proj", "q_proj"], {"target_parameters": STACKS}),
+        ("gpt_oss_square", ["q_proj"], {"target_parameters": STACKS}),
         ("llama4", ["q_proj"], {"target_parameters": STACKS, "alpha_pattern": {"down_proj": 3}}),
     ],
 )
@@ -251,6 +252,33 @@ def test_experts_apart_have_the_bits_of_stacked_ones(
         for form in ("apart", "stacked")
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss_square"])
+def test_factors_of_stacks_may_be_swapped(
+    family: str, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    """As PEFT before 0.19 wrote those of [experts, out, in], and 0.19 those of [experts, in, out],
+    of which published ones have square down projections."""
+    model, num_experts = checkpoint(family), 5
+    stacked = write_adapter(
+        tmp_path / "now" / "a", model, seed=5, targets=["q_proj"], target_parameters=STACKS
+    )
+    before = Path(shutil.copytree(stacked, tmp_path / "before" / "a"))
+    tensors = load_file(stacked / WEIGHTS)
+    for key in [key for key in tensors if "experts" in key and "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        downs = tensors[key].chunk(num_experts)
+        ups = [tensors[other][:, expert::num_experts] for expert in range(num_experts)]
+        tensors[key] = torch.cat([up.T for up in ups]).contiguous()
+        tensors[other] = torch.stack([down.T for down in downs], dim=2).flatten(1).contiguous()
+    save_file(tensors, before / WEIGHTS)
+    found, expected = (
+        run_alone(driver, "a")
+        for driver in (StageDriver(with_adapters(model, each.parent)) for each in (before, stacked))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -353,12 +353,15 @@ _RELATED = {
     ),
 }
 RELATED_NAMES = tuple(_RELATED)
-# Variants of families that are faster, or whose widths blocks of 32 divide.
+# Variants of families that are faster, or with other widths: blocks of 32 divide them, or experts are square.
 _SHORT = {
     "glm_moe_dsa_short": _text(
         "GlmMoeDsaForCausalLM",
         "GlmMoeDsaConfig",
         **{**_DSA, "num_hidden_layers": 4, "index_topk_pattern": "FSSF"},
+    ),
+    "gpt_oss_square": _text(
+        "GptOssForCausalLM", "GptOssConfig", **{**_GPT_OSS, "intermediate_size": HIDDEN_SIZE}
     ),
     "gpt_oss_blocks": _text(
         "GptOssForCausalLM",
