@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.core.layer_range import Part
-from engine.core.numerics import silu
 from models.blocks.adapted import ExpertProjection
-from models.blocks.linear import GatedLinear, GroupedLinear, Linear
+from models.blocks.linear import GatedLinear, GroupedLinear, Linear, gated
 from models.blocks.low_rank import LowRankUpdates, index_tensor, untouched_rows
 from models.blocks.weights import Weights
 
@@ -78,7 +77,7 @@ class GatedExperts:
             return self._gate_up(x, counts)
         both = torch.cat([self._gates(x, counts), self._ups(x, counts)], dim=1)
         gate, up = _updated(both, x, updates, counts).chunk(2, dim=1)
-        inner = silu(gate) * up
+        inner = gated(gate, up)
         if len(rest):
             expert_of = np.repeat(np.arange(len(counts)), counts)[rest]
             rows = index_tensor(rest)

@@ -18,6 +18,7 @@ from engine.core.numerics import WeightFormat, gelu, silu
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.host.linear.weight_memory import Allocate
+from engine.kernels.host.tokens.row_ops import gate_rows
 from engine.kernels.plain_product import plain_product
 from models.blocks.low_rank import LowRankUpdates, index_tensor, untouched_rows
 
@@ -283,11 +284,18 @@ class GatedLinear:
         rest = untouched_rows(updates, len(x)) if updates else None
         if rest is None:
             return packed.multiply_gated(x, packed_up)
-        out = silu(self.gate(x)) * self.up(x)
+        out = gated(self.gate(x), self.up(x))
         if len(rest):
             rows = index_tensor(rest)
             out[rows] = packed.multiply_gated(x[rows], packed_up)
         return out
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up of two [T, K], as an input of a product."""
+    if gate.device.type == "cpu" and has_kernels(gate.dtype):
+        return gate_rows(gate, up, Team())
+    return silu(gate) * up
 
 
 class GroupedLinear:

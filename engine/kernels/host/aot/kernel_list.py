@@ -78,6 +78,7 @@ def kernels() -> Iterator[Kernel]:
             row_ops.sum_for,
             row_ops.copies_for,
             row_ops.gathers_for,
+            row_ops.gatings_for,
             packing.arranges_for,
             gates.gates_for,
             gates.norm_for,

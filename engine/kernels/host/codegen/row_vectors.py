@@ -25,6 +25,8 @@ _MASK = ir.VectorType(_I1, LANES)
 _LOG2_E = 1.4426950408889634
 _LOWEST = -83.0  # silu is then -7e-35, and 1 + e^83 has a normal reciprocal
 _GUESS = 0x7EF311C7  # minus a number's bits: approximately the bits of its reciprocal
+_POINTER = _I64.as_pointer()
+UPDATED_ROWS = 4  # of `update_rows`
 _SUMS = 4  # independent sums, each of every fourth vector
 
 
@@ -110,6 +112,72 @@ def add_row(typing, x, other, out, width, stored):
             result.store(b.fadd(first.load(place, mask), second.load(place, mask)), place, mask)
 
         _for_each(b, _I64(0), width, add)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, stored), generate
+
+
+@intrinsic
+def update_row(typing, factors, stride, matrix, matrix_stride, rank, rows, width, stored):
+    """Compute `update_rows` of one row."""
+    return _update(stored, 1)
+
+
+@intrinsic
+def update_rows(typing, factors, stride, matrix, matrix_stride, rank, rows, width, stored):
+    """Add to each of UPDATED_ROWS rows its sum over `rank` terms of factor * line of the matrix.
+
+    The sums are in fp32 and in the order of the terms, with fused multiply-adds. The factors of a
+    row are fp32, `stride` bytes after those of the previous row; `rows` has the addresses of the
+    rows.
+    """
+    return _update(stored, UPDATED_ROWS)
+
+
+def _update(stored, num_rows: int):
+    def generate(context, b, signature, arguments):
+        factors, stride, matrix, matrix_stride, rank, rows, width, _ = arguments
+        lines = Lines(b, LANES)
+        starts = [b.add(factors, b.mul(stride, _I64(row))) for row in range(num_rows)]
+        results = [
+            _RowNumbers(b, stored.dtype, b.load(b.inttoptr(b.add(rows, _I64(8 * row)), _POINTER)))
+            for row in range(num_rows)
+        ]
+
+        def update(place, mask):
+            def add(term, sums):
+                line = _RowNumbers(b, stored.dtype, b.add(matrix, b.mul(term, matrix_stride))).load(
+                    place, mask
+                )
+                offset = b.mul(term, _I64(4))
+                return [
+                    lines.fma(lines.number(b.add(start, offset)), line, total)
+                    for start, total in zip(starts, sums, strict=True)
+                ]
+
+            sums = counted(b, rank, [lines.zero()] * num_rows, add)
+            for result, total in zip(results, sums, strict=True):
+                result.store(b.fadd(result.load(place, mask), total), place, mask)
+
+        _for_each(b, _I64(0), width, update)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7, stored), generate
+
+
+@intrinsic
+def gate_row(typing, gate, up, out, width, stored):
+    """Compute out = silu(gate) * up of `width` numbers each, rounded once."""
+
+    def generate(context, b, signature, arguments):
+        gate, up, out, width, _ = arguments
+        gates, ups, result = (_RowNumbers(b, stored.dtype, each) for each in (gate, up, out))
+
+        def open_(place, mask):
+            opened = _silu(b, gates.load(place, mask))
+            result.store(b.fmul(opened, ups.load(place, mask)), place, mask)
+
+        _for_each(b, _I64(0), width, open_)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4, stored), generate

@@ -28,19 +28,21 @@ from engine.kernels.host.codegen.compiled import (
     launch_integers,
     pointer_to,
     record,
-    rounded,
     take_seat,
     wide,
 )
-from engine.kernels.host.codegen.functions import fma
 from engine.kernels.host.codegen.launch_recorder import keep_for_replays
+from engine.kernels.host.codegen.row_vectors import UPDATED_ROWS, update_row, update_rows
 from engine.kernels.host.codegen.strided_loops import floats, integers, size_of
 from runtime.errors import InternalError
 
 _UPDATE = record("table", "h", "h_stride", "y", "y_stride", "index")
-_TILE_OUTPUTS = 1024  # of an item; their sums stay in the nearest cache
+_TILE_OUTPUTS = 1024  # of an item; their part of B stays in a near cache
 _ITEM_ROWS = 64
 _FIELDS = 8
+_MAX_TERMS = 512  # of a factor
+_ROWS_BYTES = 8 * UPDATED_ROWS
+_TERMS_BYTES = 4 * _MAX_TERMS
 
 
 class UpFactor(NamedTuple):
@@ -61,7 +63,12 @@ def update_items(factors: Sequence[UpFactor]) -> NDArray[np.int64]:
     """Return the items of an update without their rows, [n, 8].
 
     They have addresses within the factors, which must outlive them.
+
+    Raises:
+        InternalError: a factor has too many terms.
     """
+    if any(len(matrix) > _MAX_TERMS for matrix, _, _ in factors):
+        raise InternalError(f"an update of more than {_MAX_TERMS} terms")
     items = [
         (
             matrix.data_ptr() + start * matrix.itemsize,
@@ -122,7 +129,7 @@ def add_update(y: Tensor, h: Tensor, index: Tensor, table: Tensor, team: Team) -
             index.data_ptr(),
         ),
         team,
-        scratch_bytes=4 * _TILE_OUTPUTS,
+        scratch_bytes=_ROWS_BYTES + UPDATED_ROWS * _TERMS_BYTES,
     )
     keep_for_replays(table, index)
 
@@ -142,28 +149,31 @@ def _update_rows(pointer, stored):
     """Run one thread: process items until none are left."""
     a = carray(pointer, 1)[0]
     size = size_of(stored)
-    sums = floats(take_seat(pointer))
+    base = take_seat(pointer)
+    rows = integers(base)
+    factors = floats(base + _ROWS_BYTES)
     index = integers(a.index)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
         fields = integers(a.table + item * _FIELDS * 8)
-        for row in range(fields[6], fields[6] + fields[7]):
-            h = pointer_to(a.h + row * a.h_stride + fields[3] * size, stored)
-            y = pointer_to(a.y + index[row] * a.y_stride + fields[4] * size, stored)
-            _update_row(sums, fields[0], fields[1], fields[2], h, y, fields[5], stored)
+        matrix, stride, rank, outputs = fields[0], fields[1], fields[2], fields[5]
+        row, end = fields[6], fields[6] + fields[7]
+        while row < end:
+            count = UPDATED_ROWS if end - row >= UPDATED_ROWS else 1
+            for place in range(count):
+                h = pointer_to(a.h + (row + place) * a.h_stride + fields[3] * size, stored)
+                for term in range(rank):
+                    factors[place * _MAX_TERMS + term] = wide(h[term])
+                rows[place] = a.y + index[row + place] * a.y_stride + fields[4] * size
+            if count == 1:
+                update_row(
+                    base + _ROWS_BYTES, _TERMS_BYTES, matrix, stride, rank, base, outputs, stored
+                )
+            else:
+                update_rows(
+                    base + _ROWS_BYTES, _TERMS_BYTES, matrix, stride, rank, base, outputs, stored
+                )
+            row += count
         count_up(pointer, DONE)
-
-
-@njit(**STRICT_PART)
-def _update_row(sums, matrix, stride, rank, h, y, outputs, stored):
-    for place in range(outputs):
-        sums[place] = np.float32(0)
-    for term in range(rank):
-        factor = wide(h[term])
-        line = pointer_to(matrix + term * stride, stored)
-        for place in range(outputs):
-            sums[place] = fma(factor, wide(line[place]), sums[place])
-    for place in range(outputs):
-        y[place] = rounded(wide(y[place]) + sums[place], stored)
