@@ -18,7 +18,7 @@ from engine.core.numerics import WeightFormat, gelu, silu
 from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.host.linear.weight_memory import Allocate
-from engine.kernels.host.tokens.row_ops import gate_rows
+from engine.kernels.host.tokens.gating import gate_rows
 from engine.kernels.plain_product import plain_product
 from models.blocks.low_rank import LowRankUpdates, index_tensor, untouched_rows
 

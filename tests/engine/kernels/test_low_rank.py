@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.low_rank import UpFactor, add_update, update_items, update_table
-from engine.kernels.host.tokens.row_ops import gate_rows
+from engine.kernels.host.tokens.gating import gate_rows
 from runtime.errors import InternalError
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -21,7 +21,7 @@ from engine.kernels.host.linear import (
     packing,
 )
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
-from engine.kernels.host.tokens import kv_writes, norm_rope, row_ops, sampling
+from engine.kernels.host.tokens import gating, kv_writes, norm_rope, row_ops, sampling
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def kernels() -> Iterator[Kernel]:
             row_ops.sum_for,
             row_ops.copies_for,
             row_ops.gathers_for,
-            row_ops.gatings_for,
+            gating.gatings_for,
             packing.arranges_for,
             gates.gates_for,
             gates.norm_for,

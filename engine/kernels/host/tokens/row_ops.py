@@ -29,14 +29,10 @@ from engine.kernels.host.codegen.compiled import (
     rounded,
     wide,
 )
-from engine.kernels.host.codegen.row_vectors import gate_row
 from engine.kernels.host.codegen.strided_loops import LINE_BYTES, size_of
 from runtime.errors import InternalError
 
 _SUM = record("num_values", "x", "y", "out")
-_GATINGS = record(
-    "num_rows", "width", "gate_stride", "up_stride", "out_stride", "gate", "up", "out"
-)
 _COPIES = record("num_rows", "width", "stride", "out_stride", "x", "out")
 _GATHERS = record("num_rows", "width", "stride", "num_source_rows", "table", "indices", "out")
 _MAXIMA = record("num_rows", "width", "x", "out")
@@ -88,53 +84,6 @@ def _add_values(pointer, stored):
         out = carray(pointer_to(a.out + first * size, stored), count)
         for place in range(count):
             out[place] = rounded(wide(x[place]) + wide(y[place]), stored)
-        count_up(pointer, DONE)
-
-
-def gate_rows(gate: Tensor, up: Tensor, team: Team) -> Tensor:
-    """Compute silu(gate) * up in fp32 and round once.
-
-    Both are [T, K] with dense rows and of one dtype, bf16 or fp32. The result is the input of a
-    product (`rows_for_product`).
-    """
-    num_rows, width = gate.shape
-    out = rows_for_product(num_rows, width, gate.dtype)
-    strides = (each.stride(0) * each.itemsize for each in (gate, up, out))
-    launch_integers(
-        gatings_for(gate.dtype),
-        -(-num_rows // _ITEM_ROWS),
-        (num_rows, width, *strides, gate.data_ptr(), up.data_ptr(), out.data_ptr()),
-        team,
-    )
-    return out
-
-
-@cache
-def gatings_for(dtype: torch.dtype):
-    stored = STORED_AS[dtype]
-
-    def work(pointer):
-        _gate_rows(pointer, stored)
-
-    return compile_kernel(work, _GATINGS, f"gate_rows_{stored.__name__}")
-
-
-@njit(**PART)
-def _gate_rows(pointer, stored):
-    a = carray(pointer, 1)[0]
-    while True:
-        item = count_up(pointer, NEXT)
-        if item >= a.num_items:
-            return
-        first = item * _ITEM_ROWS
-        for row in range(first, min(first + _ITEM_ROWS, a.num_rows)):
-            gate_row(
-                a.gate + row * a.gate_stride,
-                a.up + row * a.up_stride,
-                a.out + row * a.out_stride,
-                a.width,
-                stored,
-            )
         count_up(pointer, DONE)
 
 
