@@ -9,12 +9,12 @@ rows.
     y = y + B h      [n, out]   in place, rounded once; another one; B has the scale already
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from threading import get_ident
 from typing import Protocol
 
 import numpy as np
@@ -168,12 +168,6 @@ class TokenAdapters:
         return ChosenRows(index_tensor(index), index, runs_of(found[index]), covers_all)
 
 
-class _Current(threading.local):
-    """The tokens of the forward that a thread runs: halves of a batch have one each."""
-
-    tokens: TokenAdapters | None = None
-
-
 class AdapterRows:
     """The adapters of a stage, and those of the tokens that its projections get now.
 
@@ -184,7 +178,8 @@ class AdapterRows:
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
         self._num_ids = 0  # given so far; none is given twice
-        self._current = _Current()
+        # By thread: halves of a batch run in two.
+        self._current: dict[int, TokenAdapters | None] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -203,7 +198,7 @@ class AdapterRows:
     @property
     def current(self) -> TokenAdapters | None:
         """Return the adapters of the tokens that projections get now; None if none has one."""
-        return self._current.tokens
+        return self._current.get(get_ident())
 
     def of_batch(self, batch: ForwardBatch) -> TokenAdapters | None:
         """Return the adapters of a batch's tokens; None if its rows have none.
@@ -233,21 +228,23 @@ class AdapterRows:
     @contextmanager
     def having(self, tokens: TokenAdapters | None) -> Iterator[None]:
         """Let projections get these tokens for the length of the block."""
-        before, self._current.tokens = self._current.tokens, tokens
+        thread, before = get_ident(), self.current
+        self._current[thread] = tokens
         try:
             yield
         finally:
-            self._current.tokens = before
+            self._current[thread] = before
 
     def having_only(self, wanted: Tensor) -> AbstractContextManager[None]:
         """Let projections get the wanted ones of the tokens, in that order, as `having` does."""
-        tokens = self._current.tokens
+        tokens = self.current
         return self.having(None if tokens is None else tokens.kept(wanted))
 
     def keep(self, wanted: Tensor | slice | None) -> None:
         """Reduce the tokens to those that the rest of the block computes; None keeps all."""
-        if self._current.tokens is not None and wanted is not None:
-            self._current.tokens = self._current.tokens.kept(wanted)
+        tokens = self.current
+        if tokens is not None and wanted is not None:
+            self._current[get_ident()] = tokens.kept(wanted)
 
 
 @dataclass(frozen=True)
