@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack, suppress
 
 from baton.client import AsyncBatonClient
 from baton.roles import set_roles
@@ -21,6 +22,8 @@ from runtime.security.access import ChannelSecurity, client_security
 from runtime.version import VERSION
 
 READ_S = 5.0  # limit of one reading of one router
+SEEN_S = 5.0  # limit for routers to hear of roles that workers serve, too, now
+LOOK_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +71,28 @@ class PlannerService:
                 self._metrics.wanted.labels(role).set(plan.wanted[role])
         # Roles are switched on before others are switched off, so that each is always served.
         active = {worker.address: worker.active for worker in view.workers}
+        wider = dict[str, frozenset[str]]()
         for address, roles in plan.switches.items():
             before = active.get(address, roles)
-            if self._acts and not before >= roles:
-                await self._set(address, before | roles)
+            if self._acts and not before >= roles and await self._set(address, before | roles):
+                wider[address] = before | roles
+        await self._until_seen(wider)
         await asyncio.gather(
             *(self._switch(address, roles) for address, roles in plan.switches.items())
         )
+
+    async def _until_seen(self, roles_of: Mapping[str, frozenset[str]]) -> None:
+        """Wait until the routers that answer know that these workers serve these roles.
+
+        Workers report one by one. A router must not hear that one stopped serving a role before it
+        hears that another began.
+        """
+        if not roles_of:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEEN_S):
+                while not _know((await self._read()).values(), roles_of):  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
 
     async def _read(self) -> dict[str, ClusterStatus]:
         """Return the status of every router that answers in time."""
@@ -120,6 +138,15 @@ class PlannerService:
             logger.warning("cannot switch roles", extra={"worker": address, "reason": str(error)})
             return False
         return True
+
+
+def _know(statuses: Iterable[ClusterStatus], roles_of: Mapping[str, frozenset[str]]) -> bool:
+    """Return whether all routers with these statuses know that the workers serve these roles."""
+    return all(
+        any(worker.address == address and roles <= {*worker.roles} for worker in status.workers)
+        for status in statuses
+        for address, roles in roles_of.items()
+    )
 
 
 async def serve(config: PlannerConfig, stop: StopSignal) -> None:
