@@ -1,5 +1,6 @@
 """Limits of the product, lowered so that tiny models reach them."""
 
+import importlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ import pytest
 from engine.pipeline.frame_parts import FrameParts
 from pool.pipeline.part_memory import PartMemory
 
+USERS = ("pool.stage.handoff",)  # other modules that have a limit under its name
 PACKAGES = ("decode", "engine", "models", "pool", "prefill", "router", "transfer")
 # Module and name of each limit, with the values that it may take. Limits that a peer's sender must
 # respect, such as the largest accepted message, are not among them.
@@ -52,6 +54,9 @@ def lower_limits(dice: random.Random, monkeypatch: pytest.MonkeyPatch) -> dict[s
     The processes of the test's cluster must run in this one.
     """
     lowered = {}
+    # Also those that are loaded on demand: later, they would keep the lowered limit.
+    for home in (*(limit.partition(":")[0] for limit in LIMITS), *USERS):
+        importlib.import_module(home)
     modules = [
         module for name, module in list(sys.modules.items()) if name.partition(".")[0] in PACKAGES
     ]
