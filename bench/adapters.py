@@ -88,7 +88,7 @@ def write_random_adapter(
 
 
 def measure(
-    model: Mapping[str, object],
+    model: dict[str, object],
     folder: Path,
     *,
     rows: int,
@@ -103,7 +103,7 @@ def measure(
     size = max(prompt, context + 4 * (rounds + 1) * (steps + 1) + rounds * (steps + MAX_LOADING))
     plain, adapted = (
         Ours(
-            replace(random_model(dict(model)), adapters=found),
+            replace(random_model(model), adapters=found),
             numerics=Numerics.EXACT,
             page_size=PAGE_SIZE,
             max_tokens=size,
@@ -142,10 +142,10 @@ def measure(
 
 
 def _loading(
-    side: Ours, model: Mapping[str, object], folder: Path, *, rounds: int, steps: int
+    side: Ours, model: dict[str, object], folder: Path, *, rounds: int, steps: int
 ) -> dict[str, Value]:
     """Return the time of a load beside decode steps, and the ratio of these steps."""
-    adapters = LoadedAdapters(folder, random_model(dict(model)), side.model, lambda key: None)
+    adapters = LoadedAdapters(folder, random_model(model), side.model, lambda key: None)
     side.adapters = ()
     key = adapters.keys[-1]
     times, ratios = list[float](), list[float]()

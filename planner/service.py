@@ -22,7 +22,7 @@ from runtime.security.access import ChannelSecurity, client_security
 from runtime.version import VERSION
 
 READ_S = 5.0  # limit of one reading of one router
-SEEN_S = 5.0  # limit for routers to hear of roles that workers serve, too, now
+SEEN_S = 5.0  # limit for the routers to hear of the roles that workers have got
 LOOK_S = 0.05
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ class FairOrder:
         self._refund(entry, entry.remaining)
 
     def forget(self) -> None:
-        """Forget all clients, because no prompt is queued or computed."""
+        """Forget all clients: the worker is idle, so no prompt waits for another."""
         self._ends.clear()
 
     def _refund(self, entry: PrefillEntry, num_tokens: int) -> None:

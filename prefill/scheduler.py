@@ -213,7 +213,8 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         )
 
     def on_idle(self) -> None:
-        self._order.forget()
+        if not self._queue:
+            self._order.forget()
         check_integrity(
             [self.pages.ledger, self.slots.ledger],
             live_owners=self._entries.owners | self.cache.holders,
@@ -385,10 +386,7 @@ class PrefillScheduler(EntryOwner[PrefillEntry]):
         return taken
 
     def _unschedule(self, entry: PrefillEntry) -> None:
-        """Remove the entry from the queue or from the running ones.
-
-        Its batches in flight complete by themselves.
-        """
+        """Remove a queued or running entry. Its batches in flight complete by themselves."""
         if entry in self._running:
             self._running.remove(entry)
         if entry.turn in self._queue:

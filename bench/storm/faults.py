@@ -25,7 +25,7 @@ from runtime.errors import BatonError
 from runtime.security.access import PLAIN_CHANNEL
 
 ALL_ROLES = ("prefill", "decode")
-ROLES_RETRY_S = 0.5
+ROLES_RETRY_S, ROLES_BACK_S = 0.5, 60.0
 FEWER_ROLES = (("prefill",), ("decode",))
 DISK_BYTES = 1 << 20
 _BLOCK = bytes(4096)
@@ -174,9 +174,7 @@ class Injector:
             case FaultKind.ROLES:
                 await self._give_roles(fault.victim, FEWER_ROLES[self.done[fault.kind] % 2])
                 await asyncio.sleep(fault.amount)
-                # Its pool may be broken, or it is stopped.
-                while not await self._give_roles(fault.victim, ALL_ROLES):  # noqa: ASYNC110
-                    await asyncio.sleep(ROLES_RETRY_S)
+                await self._give_roles_back(fault.victim)
 
     def _kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         pid = self._cluster.processes[name].pid
@@ -200,6 +198,13 @@ class Injector:
         async with AsyncBatonClient(*self._cluster.addresses, security=security) as client:
             with suppress(BatonError):
                 await client.flush_caches()
+
+    async def _give_roles_back(self, name: str) -> None:
+        """Give a worker all its roles, though it may be stopped now, or its pool broken."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ROLES_BACK_S):
+                while not await self._give_roles(name, ALL_ROLES):  # noqa: ASYNC110
+                    await asyncio.sleep(ROLES_RETRY_S)
 
     async def _give_roles(self, name: str, roles: Sequence[str]) -> bool:
         """Make a worker serve these roles; return whether it does."""

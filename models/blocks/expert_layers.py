@@ -56,13 +56,14 @@ class GatedExperts:
         read = _read_stacks if weights.has("gate_up_proj") else _read_each
         gated, down = read(shape, weights)
         self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
-        self._gates = GroupedLinear([each.gate for each in gated])
-        self._ups = GroupedLinear([each.up for each in gated])
         width, hidden = shape.width, shape.hidden_size
         self._inner_updates = _updates(
             shape, updated, "gate_up_proj", {"gate_proj": width, "up_proj": width}, hidden
         )
         self._down_updates = _updates(shape, updated, "down_proj", {"down_proj": hidden}, width)
+        if self._inner_updates is not None:
+            self._gates = GroupedLinear([each.gate for each in gated])
+            self._ups = GroupedLinear([each.up for each in gated])
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Implement `ExpertLayers`."""

@@ -210,20 +210,18 @@ class AdapterRows:
             return None
         return self.of_runs(zip(batch.adapters, batch.query_lens, strict=True))
 
-    def of_runs(self, runs: Iterable[AdapterRun]) -> TokenAdapters | None:
-        """Return the adapters of runs of tokens; None if there is no run.
+    def of_runs(self, runs: Iterable[AdapterRun]) -> TokenAdapters:
+        """Return the adapters of runs of tokens, at least one.
 
         Raises:
             InternalError: a run names an adapter that this stage does not have.
         """
-        names, counts = tuple(zip(*runs, strict=True)) or ((), ())
+        names, counts = zip(*runs, strict=True)
         unknown = sorted({name for name in names if name} - self._ids.keys())
         if unknown:
             raise InternalError(f"this stage has no adapters {unknown}")
         ids = [self._ids.get(name, 0) for name in names]
-        return (
-            TokenAdapters(self._ids, np.repeat(np.array(ids, np.int64), counts)) if names else None
-        )
+        return TokenAdapters(self._ids, np.repeat(np.array(ids, np.int64), counts))
 
     @contextmanager
     def having(self, tokens: TokenAdapters | None) -> Iterator[None]:

@@ -97,6 +97,26 @@ def test_the_clients_that_are_remembered_are_bounded() -> None:
     assert line.enter(ClientShare((MAX_CLIENTS).to_bytes(4, "big")), 1).tag == 0.0
 
 
+def test_an_idle_worker_remembers_the_clients_of_queued_prompts() -> None:
+    """The engine is idle while prompts wait for the memory of one that is handed over."""
+    scheduler = make(num_pages=1000, chunk_tokens=8, max_running=1, max_queued=20)
+
+    def submit(share: ClientShare) -> int:
+        request = Request("r", range(8), 5, share=share)
+        return scheduler.submit(request, lambda event: None)
+
+    started = submit(LIGHT)
+    assert step(scheduler) == {started: 8}
+    first = submit(LIGHT)
+    scheduler.on_idle()
+    second, other = submit(LIGHT), submit(HEAVY)
+    order = list[int]()
+    for key in (started, other, first):
+        scheduler.release(key)
+        order += step(scheduler)
+    assert order == [other, first, second]
+
+
 def test_a_prompt_does_not_wait_for_all_those_of_another_client() -> None:
     scheduler = make(num_pages=1000, chunk_tokens=8, max_running=1, max_queued=20)
 
