@@ -14,6 +14,16 @@ from runtime.security.access import ChannelSecurity
 
 TIMEOUT_S = 10.0
 _INDENT = "\n    "
+_PLACES = {"host": "in host memory", "disk": "on disk", "server": "at the cache server"}
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """What a tier holds, as it was lately; `max_bytes` is 0 if the limit is not known."""
+
+    name: str
+    used_bytes: int
+    max_bytes: int
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class CacheOnWorker:
             without those before; the last row, with 0, is of any time.
         queried_tokens: of prompts that may use the cache, since the worker's start.
         matched_tokens: of these, found in the cache.
-        disk_bytes, max_disk_bytes: of the cache's copy on disk; 0 without one.
+        tiers: the cache's copies on the host, on disk and at a server.
         sessions: that have a point.
         retained_pages: kept longer for sessions.
     """
@@ -43,8 +53,7 @@ class CacheOnWorker:
     idle_pages: tuple[tuple[float, int], ...] = ()
     queried_tokens: int = 0
     matched_tokens: int = 0
-    disk_bytes: int = 0
-    max_disk_bytes: int = 0
+    tiers: tuple[TierUse, ...] = ()
     error: str = ""
     sessions: int = 0
     retained_pages: int = 0
@@ -89,9 +98,9 @@ def _lines(cache: CacheOnWorker) -> Iterable[str]:
         yield f"last used: {rows}"
     if cache.sessions:
         yield f"sessions: {cache.sessions}, for which {cache.retained_pages} pages are kept longer"
-    if cache.max_disk_bytes:
-        used, most = cache.disk_bytes / MIB, cache.max_disk_bytes / MIB
-        yield f"on disk: {used:.1f} of {most:.0f} MiB"
+    for tier in cache.tiers:
+        limit = f"of {tier.max_bytes / MIB:.0f} MiB" if tier.max_bytes else "MiB, limit not known"
+        yield f"{_PLACES.get(tier.name, tier.name)}: {tier.used_bytes / MIB:.1f} {limit}"
 
 
 def _within(seconds: float) -> str:
@@ -112,8 +121,7 @@ def _cache_of(worker: pb.WorkerCache) -> CacheOnWorker:
         tuple((row.at_most_s, row.pages) for row in worker.idle_pages),
         worker.queried_tokens,
         worker.matched_tokens,
-        worker.disk.used_bytes,
-        worker.disk.max_bytes,
+        tuple(TierUse(tier.tier, tier.used_bytes, tier.max_bytes) for tier in worker.tiers),
         worker.error,
         worker.sessions,
         worker.retained_pages,

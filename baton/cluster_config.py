@@ -63,6 +63,19 @@ DiskCacheFolder = Annotated[
     Path | None,
     Field(description="Directory for a copy of the workers' prefix caches, which outlives them."),
 ]
+CacheServerUrl = Annotated[
+    str | None,
+    Field(
+        description="Server for a copy of the workers' prefix caches, like redis://HOST:PORT; needs "
+        "--cache-server-key."
+    ),
+]
+CacheServerKey = Annotated[
+    Path | None,
+    Field(
+        description="File with at least 32 random bytes that authenticate what is at the server."
+    ),
+]
 LogLevel = Annotated[str, Field(description="Minimum log level: debug, info, warning or error.")]
 # default: of each role's table in the file, and text for the cluster's own lines
 ClusterLogStyle = Annotated[
@@ -133,6 +146,8 @@ class ClusterSettings(Config):
     max_context: MaxContext = None
     adapters: Adapters = None
     disk_cache: DiskCacheFolder = None
+    cache_server: CacheServerUrl = None
+    cache_server_key: CacheServerKey = None
     model_name: str = Field(
         default="", description="Name of the model in the API; default: the folder's name."
     )
@@ -199,6 +214,8 @@ class ClusterConfig(ClusterSettings):
             ("--max-context", self.max_context),
             ("--adapters", self.adapters),
             ("--disk-cache", self.disk_cache),
+            ("--cache-server", self.cache_server),
+            ("--cache-server-key", self.cache_server_key),
         )
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)

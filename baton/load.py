@@ -157,7 +157,14 @@ def prompt_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
     """Return the prompts' tokens, the cached ones, and those that workers copied, by tier."""
     return {
         name: sum(getattr(outcome.usage, name) for outcome in outcomes)
-        for name in ("prompt_tokens", "cached_tokens", "pulled_tokens", "disk_tokens")
+        for name in (
+            "prompt_tokens",
+            "cached_tokens",
+            "pulled_tokens",
+            "host_tokens",
+            "disk_tokens",
+            "server_tokens",
+        )
     }
 
 

@@ -264,7 +264,7 @@ def _turns(figures: dict[str, object]) -> Iterator[Table]:
     if len(turns) < 2:
         return
     table = Table(title="by turn", title_justify="left", pad_edge=False)
-    tiers = ("cached", "pulled", "disk")
+    tiers = ("cached", "pulled", "host", "disk", "server")
     for heading in ("turn", "requests", "prompt tokens", *tiers, "TTFT p50, ms", "p90"):
         table.add_column(heading, justify="right")
     for turn in turns:
@@ -286,18 +286,21 @@ def _notes(figures: Mapping[str, object]) -> Iterator[str]:
         "cached_tokens",
         "prompt_tokens",
         "pulled_tokens",
+        "host_tokens",
         "disk_tokens",
+        "server_tokens",
         "requests_cut",
         "requests_skipped",
         "requests_unanswered_in_trace",
         "max_context_tokens",
     )
-    cached, prompts, pulled, disk, cut, skipped, unanswered, context = (
+    cached, prompts, pulled, host, disk, server, cut, skipped, unanswered, context = (
         int(str(figures[name])) for name in names
     )
     yield (
         f"prefix caches served {cached} of {prompts} prompt tokens ({cached / max(prompts, 1):.1%}), "
-        f"{pulled} of them pulled from other workers, {disk} read from disk"
+        f"{pulled} of them pulled from other workers, {host} copied from host memory, {disk} read from disk, "
+        f"{server} read from a cache server"
     )
     yield from changes(cut=cut, skipped=skipped, unanswered=unanswered, max_context_tokens=context)
     if figures["errors"]:

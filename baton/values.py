@@ -132,7 +132,8 @@ class FinishReason(StrEnum):
 class Usage:
     """Token counts; `cached_tokens` of the prompt were reused, not computed.
 
-    Of those, a worker copied `pulled_tokens` from another one and read `disk_tokens` from disk.
+    Of those, a worker copied `pulled_tokens` from another one, `host_tokens` from host memory to its
+    device, `disk_tokens` from disk and `server_tokens` from a cache server.
     """
 
     prompt_tokens: int
@@ -140,6 +141,8 @@ class Usage:
     cached_tokens: int = 0
     pulled_tokens: int = 0
     disk_tokens: int = 0
+    host_tokens: int = 0
+    server_tokens: int = 0
 
 
 @dataclass(frozen=True)

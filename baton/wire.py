@@ -131,9 +131,8 @@ def _put(message: Message, path: str, values: Mapping[str, object]) -> None:
     """Set fields of a message; None leaves a field unset. `path` is its place in the request."""
     for name, value in values.items():
         field = message.DESCRIPTOR.fields_by_name[name]
-        if (
-            isinstance(value, str | bytes) and field.is_repeated
-        ):  # else each character would become an item
+        # Else each character would become an item.
+        if isinstance(value, str | bytes) and field.is_repeated:
             raise InvalidRequestError(
                 FieldViolation(path + name, f"must be a list, got {type(value).__name__}")
             )
@@ -290,6 +289,8 @@ def _usage_of(usage: pb.Usage) -> Usage:
         usage.cached_tokens,
         usage.pulled_tokens,
         usage.disk_tokens,
+        usage.host_tokens,
+        usage.server_tokens,
     )
 
 

@@ -25,7 +25,7 @@ from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import Request
 from pool.request.conversion import in_vocabulary
-from pool.request.handler import EventPost, Tiers, read_request, serve
+from pool.request.handler import Brought, EventPost, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
@@ -104,9 +104,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             alike = mine if source is None else in_common(mine, source.compatibility)
             blocks = parts.blocks_of(request, alike)
             kept_as = alike if parts.caches and request.uses_cache else ""
-            tiers = Tiers()
+            brought = Brought()
             if source is None:
-                tiers = await parts.bring(request, blocks, asked.holder)
+                brought = await parts.bring(request, blocks, asked.holder)
 
             def take(scheduler: DecodeScheduler) -> Reservation:
                 admit = (
@@ -120,7 +120,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 # Posted through the same queue as tokens, so that it precedes them.
                 if source is None:
                     num_cached = taken.held_tokens
-                    local = pb.DecodeLocal(cached_tokens=num_cached, **tiers.counts(num_cached))
+                    local = pb.DecodeLocal(cached_tokens=num_cached, **brought.counts(num_cached))
                     parts.post.put(event_sender.local, local)
                 return taken
 

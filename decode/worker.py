@@ -168,7 +168,7 @@ class DecodeLeader:
                 post=parts.post,
                 switch=parts.switch,
                 adapters=parts.adapters,
-                disk=parts.disk,
+                tiers=parts.tiers,
                 puller=parts.puller,
                 grammars=parts.leader.grammars,
                 caches=parts.config.decode_cache

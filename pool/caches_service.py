@@ -9,8 +9,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from engine.loop import EngineLoop
-from pool.disk.disk_cache import DiskCache
 from pool.prefix.cache import PrefixCache
+from pool.tiers.block_tier import BlockTier
 from protos import caches_pb2 as pb
 from protos import caches_pb2_grpc
 
@@ -25,13 +25,13 @@ class PoolCachesService(caches_pb2_grpc.CachesServicer):
         self,
         caches: Sequence[PrefixCache],
         loop: EngineLoop,
-        disk: DiskCache | None,
+        tiers: Sequence[BlockTier],
         registry: CollectorRegistry,
     ) -> None:
         """Create the servicer; `registry` has the counters of the caches."""
         self._caches = caches
         self._loop = loop
-        self._disk = disk
+        self._tiers = tiers
         self._registry = registry
 
     async def ListCaches(
@@ -40,9 +40,9 @@ class PoolCachesService(caches_pb2_grpc.CachesServicer):
         found = await self._loop.submit(self._contents)
         found.queried_tokens = self._count("queried")
         found.matched_tokens = self._count("matched")
-        if self._disk is not None:
-            own = self._disk.own
-            found.disk.CopyFrom(pb.DiskUse(used_bytes=own.num_bytes, max_bytes=own.max_bytes))
+        for tier in self._tiers:
+            store = tier.own.store
+            found.tiers.add(tier=tier.tier, used_bytes=store.num_bytes, max_bytes=store.max_bytes)
         return pb.ListCachesResponse(workers=[found])
 
     def _contents(self) -> pb.WorkerCache:

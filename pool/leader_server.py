@@ -1,12 +1,12 @@
 """The leader of a pool with its gRPC services, its metrics and its load reports."""
 
 import asyncio
+from functools import partial
 
 from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
 from pool.adapters_service import PoolAdaptersService
 from pool.caches_service import PoolCachesService
-from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.session_reports import SessionReports
@@ -27,6 +27,7 @@ from pool.serving import (
     watch_agent,
 )
 from pool.stage.metrics import LeaderMeters, LoadBoard
+from pool.tiers.block_tier import BlockTier
 from pool.watch import WorkerService, current_info, worker_info, worker_load
 from protos import (
     adapters_pb2_grpc,
@@ -38,13 +39,13 @@ from protos import (
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.observe.metrics.caches import DiskMetrics, PullMetrics
+from runtime.observe.metrics.caches import PullMetrics, TierMetrics
 from runtime.observe.metrics.pools import AdapterMetrics
 from runtime.process.supervision import background
 from runtime.security.access import ChannelSecurity
 
 WORKER_SERVICE = "baton.v1.Worker"
-WRITES_S = 5.0  # seconds for writes to the disk cache after the last request
+WRITES_S = 5.0  # seconds for writes to the tiers after the last request
 PULLS_S = 5.0  # seconds for pulls under way after the last request
 REFRESH_S = 0.25  # seconds between two updates of the gauges
 
@@ -89,7 +90,7 @@ class LeaderServer:
             count_refused=process.refusals.count,
         )
         self._adapters = self._make_adapters()
-        self._disk = self._open_disk_cache()
+        self._tiers = self._open_tiers()
         reclaimer = MemoryReclaimer(reports, self._leader.loop, self._on_unhealthy)
         self._lender, self._puller = self._share_caches(reclaimer)
         self._parts = LeaderParts(
@@ -102,7 +103,7 @@ class LeaderServer:
             process.registry,
             self._switch,
             self._adapters,
-            self._disk,
+            self._tiers,
             self._puller,
         )
         self._worker_service = self._make_worker_service()
@@ -127,8 +128,7 @@ class LeaderServer:
                 await self._server.drain(grace_s=process.config.drain_s)
                 if self._puller is not None:
                     await self._puller.reads.finish(PULLS_S)
-                if self._disk is not None:
-                    await self._disk.finish(WRITES_S)
+                await asyncio.gather(*(tier.finish(WRITES_S) for tier in self._tiers))
                 leader.stop()
 
     def _make_adapters(self) -> PoolAdapters:
@@ -167,16 +167,22 @@ class LeaderServer:
         security = ChannelSecurity(process.certificates)
         return lender, Puller(caches[0], self._leader, plan, reclaimer, security, metrics)
 
-    def _open_disk_cache(self) -> DiskCache | None:
-        """Return the disk cache of the pool, or None if it has none."""
-        own, caches = self._process.stage.disk, self._caches
-        metrics = DiskMetrics.create(self._process.registry)
-        if own is None or not caches:
-            return None
-        cache, leader = caches[0], self._leader
-        return DiskCache(
-            cache, own, leader.loop, lambda move: leader.group.move_blocks(own, move), metrics
-        )
+    def _open_tiers(self) -> list[BlockTier]:
+        """Return the tiers of the only prefix cache, if there is one."""
+        caches, leader = self._caches, self._leader
+        metrics = TierMetrics.create(self._process.registry)
+        return [
+            BlockTier(
+                tier,
+                caches[0],
+                own,
+                leader.loop,
+                partial(leader.group.move_blocks, own),
+                metrics,
+            )
+            for tier, own in self._process.stage.tiers.items()
+            if caches
+        ]
 
     def _observer(self) -> LoopObserver:
         return LoopObserver(
@@ -211,7 +217,7 @@ class LeaderServer:
         )
         kept = [each.cache for each in self._role.ranks.schedulers if each.cache.rule is not None]
         caches_pb2_grpc.add_CachesServicer_to_server(
-            PoolCachesService(kept, self._leader.loop, self._disk, self._process.registry),
+            PoolCachesService(kept, self._leader.loop, self._tiers, self._process.registry),
             server.grpc,
         )
         if self._lender is not None:

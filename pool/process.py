@@ -71,8 +71,8 @@ async def run_worker(
     finally:
         if process.stage.grammars is not None:
             await asyncio.to_thread(process.stage.grammars.close)
-        if process.stage.disk is not None:
-            process.stage.disk.close()
+        for tier in process.stage.tiers.values():
+            tier.close()
         await asyncio.to_thread(process.stage.agent.shutdown, 5.0)
         await asyncio.to_thread(process.tracing.close)
 

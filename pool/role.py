@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry
 
 from engine.loop import Scheduler
 from engine.pipeline.stage_executor import LayerObserver
-from pool.disk.disk_cache import DiskCache
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.prefix.journal import PointJournal
@@ -21,6 +20,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.metrics import LeaderMeters, ReportingScheduler
 from pool.stage.stage import Stage
+from pool.tiers.block_tier import BlockTier
 from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
@@ -57,7 +57,7 @@ class LeaderParts:
     registry: CollectorRegistry
     switch: RoleSwitch
     adapters: PoolAdapters
-    disk: DiskCache | None  # None if the pool has none
+    tiers: Sequence[BlockTier]  # of the prefix cache
     puller: Puller | None  # None if the pool has no prefix cache to pull into
 
 

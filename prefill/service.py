@@ -17,7 +17,7 @@ import grpc
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
-from pool.request.handler import RequestParts, Tiers, read_request, serve
+from pool.request.handler import Brought, RequestParts, read_request, serve
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from pool.request.streams import Inbox, SessionChanged
 from prefill.event_sender import PrefillEventSender
@@ -81,10 +81,10 @@ class PrefillHandler:
         event_sender: PrefillEventSender,
         request: Request,
         key: int,
-        tiers: Tiers,
+        brought: Brought,
     ) -> None:
         self._parts = parts
-        self._tiers = tiers
+        self._brought = brought
         self._inbox = inbox
         self._event_sender = event_sender
         self._request = request
@@ -272,7 +272,7 @@ class PrefillHandler:
             terms=codec.source_to_proto(self._source),
             queue_s=started.queue_s,
             cached_tokens=started.num_cached,
-            **self._tiers.counts(started.num_cached),
+            **self._brought.counts(started.num_cached),
         )
 
     def _first_token(self, event: FirstToken) -> pb.PrefillFirstToken:
@@ -382,7 +382,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
         async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
-            tiers = await parts.bring(request, blocks, asked.holder)
+            brought = await parts.bring(request, blocks, asked.holder)
 
             def submit(scheduler: PrefillScheduler) -> int:
                 return scheduler.submit(request, emit, blocks=blocks, deadline=deadline)
@@ -392,7 +392,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 undo=lambda taken: parts.ranks.of(taken).release(taken),
             )
             return PrefillHandler(
-                parts, inbox, PrefillEventSender(opening.event_sender), request, key, tiers
+                parts, inbox, PrefillEventSender(opening.event_sender), request, key, brought
             )
 
         await serve(parts, request, take_place)

@@ -131,8 +131,8 @@ class PrefillLeader:
         self, server: GrpcServer, parts: LeaderParts, *, may_decode: bool = False
     ) -> None:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
-        if parts.disk is not None:
-            parts.disk.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
+        for tier in parts.tiers:
+            tier.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
         if parts.puller is not None:
             parts.puller.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
         service = PrefillService(
@@ -144,7 +144,7 @@ class PrefillLeader:
                 post=parts.post,
                 switch=parts.switch,
                 adapters=parts.adapters,
-                disk=parts.disk,
+                tiers=parts.tiers,
                 puller=parts.puller,
                 grammars=parts.leader.grammars,
                 caches=parts.config.prefix_cache,

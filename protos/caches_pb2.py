@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/caches.proto\x12\x08\x62\x61ton.v1\"\x13\n\x11ListCachesRequest\"<\n\x12ListCachesResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.WorkerCache\"\xbb\x02\n\x0bWorkerCache\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\x04\x12\r\n\x05pages\x18\x06 \x01(\x04\x12\x0e\n\x06points\x18\x07 \x01(\x04\x12\x11\n\tsnapshots\x18\x08 \x01(\x04\x12\'\n\nidle_pages\x18\t \x03(\x0b\x32\x13.baton.v1.IdlePages\x12\x16\n\x0equeried_tokens\x18\n \x01(\x04\x12\x16\n\x0ematched_tokens\x18\x0b \x01(\x04\x12\x1f\n\x04\x64isk\x18\x0c \x01(\x0b\x32\x11.baton.v1.DiskUse\x12\x10\n\x08sessions\x18\r \x01(\x04\x12\x16\n\x0eretained_pages\x18\x0e \x01(\x04\"-\n\tIdlePages\x12\x11\n\tat_most_s\x18\x01 \x01(\x01\x12\r\n\x05pages\x18\x02 \x01(\x04\"0\n\x07\x44iskUse\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x32Q\n\x06\x43\x61\x63hes\x12G\n\nListCaches\x12\x1b.baton.v1.ListCachesRequest\x1a\x1c.baton.v1.ListCachesResponseBF\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/caches.proto\x12\x08\x62\x61ton.v1\"\x13\n\x11ListCachesRequest\"<\n\x12ListCachesResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.WorkerCache\"\xbc\x02\n\x0bWorkerCache\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\x04\x12\r\n\x05pages\x18\x06 \x01(\x04\x12\x0e\n\x06points\x18\x07 \x01(\x04\x12\x11\n\tsnapshots\x18\x08 \x01(\x04\x12\'\n\nidle_pages\x18\t \x03(\x0b\x32\x13.baton.v1.IdlePages\x12\x16\n\x0equeried_tokens\x18\n \x01(\x04\x12\x16\n\x0ematched_tokens\x18\x0b \x01(\x04\x12 \n\x05tiers\x18\x0c \x03(\x0b\x32\x11.baton.v1.TierUse\x12\x10\n\x08sessions\x18\r \x01(\x04\x12\x16\n\x0eretained_pages\x18\x0e \x01(\x04\"-\n\tIdlePages\x12\x11\n\tat_most_s\x18\x01 \x01(\x01\x12\r\n\x05pages\x18\x02 \x01(\x04\">\n\x07TierUse\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x11\n\tmax_bytes\x18\x03 \x01(\x04\x32Q\n\x06\x43\x61\x63hes\x12G\n\nListCaches\x12\x1b.baton.v1.ListCachesRequest\x1a\x1c.baton.v1.ListCachesResponseBF\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTCACHESRESPONSE']._serialized_start=56
   _globals['_LISTCACHESRESPONSE']._serialized_end=116
   _globals['_WORKERCACHE']._serialized_start=119
-  _globals['_WORKERCACHE']._serialized_end=434
-  _globals['_IDLEPAGES']._serialized_start=436
-  _globals['_IDLEPAGES']._serialized_end=481
-  _globals['_DISKUSE']._serialized_start=483
-  _globals['_DISKUSE']._serialized_end=531
-  _globals['_CACHES']._serialized_start=533
-  _globals['_CACHES']._serialized_end=614
+  _globals['_WORKERCACHE']._serialized_end=435
+  _globals['_IDLEPAGES']._serialized_start=437
+  _globals['_IDLEPAGES']._serialized_end=482
+  _globals['_TIERUSE']._serialized_start=484
+  _globals['_TIERUSE']._serialized_end=546
+  _globals['_CACHES']._serialized_start=548
+  _globals['_CACHES']._serialized_end=629
 # @@protoc_insertion_point(module_scope)

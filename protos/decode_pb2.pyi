@@ -57,14 +57,18 @@ class DecodeCommitted(_message.Message):
     def __init__(self, transfer_exposed_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class DecodeLocal(_message.Message):
-    __slots__ = ("cached_tokens", "pulled_tokens", "disk_tokens")
+    __slots__ = ("cached_tokens", "pulled_tokens", "disk_tokens", "host_tokens", "server_tokens")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     pulled_tokens: int
     disk_tokens: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+    host_tokens: int
+    server_tokens: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., server_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason", "stop_token_id", "queue_s", "decode_s", "num_preemptions")

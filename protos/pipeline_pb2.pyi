@@ -187,20 +187,22 @@ class HoldAdapters(_message.Message):
     def __init__(self, number: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MoveBlocks(_message.Message):
-    __slots__ = ("number", "load", "names", "page_ids", "slot_id", "state_of")
+    __slots__ = ("number", "load", "names", "page_ids", "slot_id", "state_of", "tier")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
     SLOT_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_OF_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     number: int
     load: bool
     names: _containers.RepeatedScalarFieldContainer[bytes]
     page_ids: _containers.RepeatedScalarFieldContainer[int]
     slot_id: int
     state_of: bytes
-    def __init__(self, number: _Optional[int] = ..., load: _Optional[bool] = ..., names: _Optional[_Iterable[bytes]] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., state_of: _Optional[bytes] = ...) -> None: ...
+    tier: str
+    def __init__(self, number: _Optional[int] = ..., load: _Optional[bool] = ..., names: _Optional[_Iterable[bytes]] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., state_of: _Optional[bytes] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("formed", "open_session", "close_session", "check_grammar", "hold_adapters", "move_blocks")

@@ -26,7 +26,7 @@ from protos import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"7\n\rPrefillInputs\x12&\n\x06inputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillInput\"\x90\x02\n\x0cPrefillInput\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillOpenH\x00\x12\x31\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x12+\n\x07release\x18\x04 \x01(\x0b\x32\x18.baton.v1.PrefillReleaseH\x00\x12\x32\n\x0bscores_read\x18\x05 \x01(\x0b\x32\x1b.baton.v1.PrefillScoresReadH\x00\x12/\n\tcancelled\x18\x06 \x01(\x0b\x32\x1a.baton.v1.RequestCancelledH\x00\x42\x07\n\x05input\"\x89\x01\n\x0bPrefillOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12)\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x18.baton.v1.RequestContext\x12%\n\x06holder\x18\x03 \x01(\x0b\x32\x15.baton.v1.BlockHolder\"\x10\n\x0ePrefillRelease\"\"\n\x11PrefillScoresRead\x12\r\n\x05\x63ount\x18\x01 \x01(\r\"\x8a\x01\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rpulled_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x64isk_tokens\x18\x05 \x01(\r\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"7\n\rPrefillEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\"\x81\x02\n\x0cPrefillEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x04 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12\'\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x16.baton.v1.RequestEndedH\x00\x42\x07\n\x05\x65vent2H\n\x07Prefill\x12=\n\x05Serve\x12\x17.baton.v1.PrefillInputs\x1a\x17.baton.v1.PrefillEvents(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"7\n\rPrefillInputs\x12&\n\x06inputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillInput\"\x90\x02\n\x0cPrefillInput\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillOpenH\x00\x12\x31\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x12+\n\x07release\x18\x04 \x01(\x0b\x32\x18.baton.v1.PrefillReleaseH\x00\x12\x32\n\x0bscores_read\x18\x05 \x01(\x0b\x32\x1b.baton.v1.PrefillScoresReadH\x00\x12/\n\tcancelled\x18\x06 \x01(\x0b\x32\x1a.baton.v1.RequestCancelledH\x00\x42\x07\n\x05input\"\x89\x01\n\x0bPrefillOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12)\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x18.baton.v1.RequestContext\x12%\n\x06holder\x18\x03 \x01(\x0b\x32\x15.baton.v1.BlockHolder\"\x10\n\x0ePrefillRelease\"\"\n\x11PrefillScoresRead\x12\r\n\x05\x63ount\x18\x01 \x01(\r\"\xb6\x01\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rpulled_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x64isk_tokens\x18\x05 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x06 \x01(\r\x12\x15\n\rserver_tokens\x18\x07 \x01(\r\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"7\n\rPrefillEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\"\x81\x02\n\x0cPrefillEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x04 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12\'\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x16.baton.v1.RequestEndedH\x00\x42\x07\n\x05\x65vent2H\n\x07Prefill\x12=\n\x05Serve\x12\x17.baton.v1.PrefillInputs\x1a\x17.baton.v1.PrefillEvents(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,15 +45,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSCORESREAD']._serialized_start=573
   _globals['_PREFILLSCORESREAD']._serialized_end=607
   _globals['_PREFILLSTARTED']._serialized_start=610
-  _globals['_PREFILLSTARTED']._serialized_end=748
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=750
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=825
-  _globals['_PREFILLSENT']._serialized_start=827
-  _globals['_PREFILLSENT']._serialized_end=859
-  _globals['_PREFILLEVENTS']._serialized_start=861
-  _globals['_PREFILLEVENTS']._serialized_end=916
-  _globals['_PREFILLEVENT']._serialized_start=919
-  _globals['_PREFILLEVENT']._serialized_end=1176
-  _globals['_PREFILL']._serialized_start=1178
-  _globals['_PREFILL']._serialized_end=1250
+  _globals['_PREFILLSTARTED']._serialized_end=792
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=794
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=869
+  _globals['_PREFILLSENT']._serialized_start=871
+  _globals['_PREFILLSENT']._serialized_end=903
+  _globals['_PREFILLEVENTS']._serialized_start=905
+  _globals['_PREFILLEVENTS']._serialized_end=960
+  _globals['_PREFILLEVENT']._serialized_start=963
+  _globals['_PREFILLEVENT']._serialized_end=1220
+  _globals['_PREFILL']._serialized_start=1222
+  _globals['_PREFILL']._serialized_end=1294
 # @@protoc_insertion_point(module_scope)

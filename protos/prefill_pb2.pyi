@@ -51,18 +51,22 @@ class PrefillScoresRead(_message.Message):
     def __init__(self, count: _Optional[int] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("terms", "queue_s", "cached_tokens", "pulled_tokens", "disk_tokens")
+    __slots__ = ("terms", "queue_s", "cached_tokens", "pulled_tokens", "disk_tokens", "host_tokens", "server_tokens")
     TERMS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     terms: _transfer_pb2.SourceTerms
     queue_s: float
     cached_tokens: int
     pulled_tokens: int
     disk_tokens: int
-    def __init__(self, terms: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., queue_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+    host_tokens: int
+    server_tokens: int
+    def __init__(self, terms: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., queue_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., server_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillFirstToken(_message.Message):
     __slots__ = ("token", "prefill_s")

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "third-party.md"
 # The extras that are installed without a GPU and are not for development.
-EXTRAS = ("ucx", "vllm", "http", "zmq", "gguf", "plot", "otel")
+EXTRAS = ("ucx", "vllm", "http", "zmq", "gguf", "redis", "plot", "otel")
 
 _HEAD = """# Third-party packages
 

@@ -23,12 +23,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pool.pipeline.adapters import AdaptersOfFollower
-from pool.pipeline.disk import answer_move, settle
 from pool.pipeline.follower_engine import FollowerEngine
 from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
 from pool.pipeline.join import JoinReports, JoinStream
 from pool.pipeline.membership import weights_to_proto
+from pool.pipeline.tiers import answer_move, settle
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
@@ -258,7 +258,7 @@ class Follower:
     async def _move_blocks(self, command: pb.MoveBlocks) -> None:
         """Write or read blocks; answer if the stream of the asking leader is still open."""
         stream = self._reports.stream
-        answer = await answer_move(self._stage.disk, command)
+        answer = await answer_move(self._stage.tiers, command)
         if stream is not None:
             stream.send(pb.JoinRequest(blocks_moved=answer))
 
@@ -289,7 +289,7 @@ class Follower:
         try:
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wrap_future(left)
-                await settle(self._stage.disk)
+                await settle(self._stage.tiers)
                 # Close again: the step that just ended has reported layers under keys that the next
                 # leader may reuse.
                 await asyncio.wrap_future(self._stage.agent.close_all())

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.layer_range import Placement
-from pool.disk.stage_blocks import BlockMove, StageBlocks
 from pool.pipeline.adapters import OnEngine, hold_adapters
-from pool.pipeline.disk import move_blocks, move_to_proto
 from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
 from pool.pipeline.questions import AnswerT, StageQuestions
 from pool.pipeline.session_reports import SessionReports
+from pool.pipeline.tiers import move_blocks, move_to_proto
 from pool.stage.adapters import LoadedAdapters
+from pool.tiers.stage_blocks import BlockMove, StageBlocks
 from protos import pipeline_pb2 as pb
 from runtime.errors import (
     CapacityError,

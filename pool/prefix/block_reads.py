@@ -87,21 +87,21 @@ class BlockSource(Protocol):
 class BlockReads:
     """The reads of one kind of place. Belongs to the event loop's thread.
 
-    `owner` owns the leases. `num_blocks` counts by event: `read`, `missing` and `slower`. `notify`:
-    the blocks are new to the other places. `least_s`, called on the engine thread, returns the least
+    `owner` owns the leases, and is the source of what enters the cache. `num_blocks` counts by event:
+    `read`, `missing` and `slower`. `least_s`, called on the engine thread, returns the least
     seconds in which the pool computes so many tokens; 0 if it is not known.
     """
 
     cache: PrefixCache
     loop: EngineLoop
     owner: str
-    num_blocks: Counter
+    num_blocks: Callable[[str], Counter]
     seconds: Histogram
-    notify: bool
     least_s: Callable[[int], float] = lambda num_tokens: 0.0
     # Reads under way, oldest first, by their first blocks; with the time at which each began.
     _reads: dict[bytes, tuple[asyncio.Task[tuple[bytes, ...]], float]] = field(default_factory=dict)
-    _block_s: float = 0.0  # mean seconds to read a block; 0 before the first
+    _block_s: float = 0.0  # mean seconds to read a block, once it is its turn; 0 before the first
+    _num_waiting: int = 0  # blocks of all reads under way, as if they were read one after the other
     # Least seconds to compute a block, as of the latest read; written by the engine thread.
     _computing_s: float = 0.0
     _num_slower: int = 0  # prompts for which computing seemed faster
@@ -187,17 +187,20 @@ class BlockReads:
     async def _fill(self, read: BlockRead, offer: BlockOffer) -> int:
         """Return how many of the missing blocks were read."""
         began_s = time.monotonic()
-        num_read, wanted = 0, len(read.missing)
+        num_read, wanted, before = 0, len(read.missing), self._num_waiting
+        self._num_waiting += wanted
         try:
             num_read = await offer.fill(read)
         finally:
+            self._num_waiting -= wanted
             self.loop.post(lambda: self._insert(read, num_read))
         seconds = time.monotonic() - began_s
         self.seconds.observe(seconds)
-        self.num_blocks.labels("read").inc(num_read)
-        self.num_blocks.labels("missing").inc(wanted - num_read)
-        before_s = self._block_s or seconds / wanted
-        self._block_s = before_s + _NEWEST * (seconds / wanted - before_s)
+        self.num_blocks("read").inc(num_read)
+        self.num_blocks("missing").inc(wanted - num_read)
+        block_s = seconds / (before + wanted)
+        before_s = self._block_s or block_s
+        self._block_s = before_s + _NEWEST * (block_s - before_s)
         return num_read
 
     def _lease(self, names: tuple[bytes, ...]) -> BlockRead | None:
@@ -234,7 +237,7 @@ class BlockReads:
                 read.names[: read.num_found + num_read],
                 read.pages.page_ids,
                 None if read.slot is None else read.slot.slot_id,
-                notify=self.notify,
+                source=self.owner,
             )
         read.end()
 
@@ -243,12 +246,12 @@ class BlockReads:
         if not least_s:
             return True
         self._computing_s = least_s / num_blocks
-        if self._block_s * num_blocks <= least_s:
+        if self._block_s * (self._num_waiting + num_blocks) <= least_s:
             return True
         self._num_slower += 1
         if self._num_slower % RETRY == 0:
             return True
-        self.num_blocks.labels("slower").inc(num_blocks)
+        self.num_blocks("slower").inc(num_blocks)
         return False
 
 

@@ -24,12 +24,14 @@ class Stored:
         start: the number of blocks before them.
         last: the name of the last block, new or not.
         has_state: whether the state after it is new.
+        source: where they were copied from; empty if they were computed.
     """
 
     names: tuple[bytes, ...]
     start: int
     last: bytes
     has_state: bool
+    source: str = ""
 
 
 @dataclass
@@ -47,7 +49,8 @@ class PrefixCache:
     metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
     # Journal of the tree, shared by the data ranks.
     journal: PointJournal = field(default_factory=PointJournal)
-    on_stored: Callable[[Stored], object] | None = None  # called when anything has entered it
+    # Called when anything has entered it.
+    listeners: list[Callable[[Stored], object]] = field(default_factory=list)
     # Owners of leases that are not those of requests.
     holders: frozenset[str] = frozenset()
     epoch: int = 0  # number of times that everything was evicted
@@ -112,12 +115,12 @@ class PrefixCache:
         slot_id: int | None = None,
         *,
         session: CacheSession | None = None,
-        notify: bool = True,
+        source: str = "",
     ) -> None:
         """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot.
 
-        The session, if there is one, resumes after the last block. With `notify` the new ones are
-        reported to `on_stored`.
+        The session, if there is one, resumes after the last block. The `listeners` learn what is
+        new, and its `source`.
         """
         if self.rule is None:
             return
@@ -125,9 +128,11 @@ class PrefixCache:
         self.pages.ledger.keep(taken.page_ids)
         self.slots.ledger.keep(taken.slot_ids)
         self._show_size()
-        if notify and self.on_stored is not None and (taken.page_ids or taken.slot_ids):
+        if self.listeners and (taken.page_ids or taken.slot_ids):
             first = len(blocks) - len(taken.page_ids)
-            self.on_stored(Stored(tuple(blocks[first:]), first, blocks[-1], bool(taken.slot_ids)))
+            stored = Stored(tuple(blocks[first:]), first, blocks[-1], bool(taken.slot_ids), source)
+            for listener in self.listeners:
+                listener(stored)
 
     def clear(self) -> int:
         """Evict everything; return the number of pages. Leased memory stays with its holders."""

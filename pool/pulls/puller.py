@@ -67,9 +67,8 @@ class Puller:
             self.cache,
             self.leader.loop,
             _OWNER,
-            self.metrics.blocks,
+            self.metrics.blocks.labels,
             self.metrics.seconds,
-            notify=True,
         )
 
     async def bring(

@@ -9,13 +9,13 @@ import ctypes
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from engine.core.request import Request
-from pool.disk.disk_cache import DiskCache
 from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
@@ -25,6 +25,8 @@ from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.role_switch import RoleSwitch
 from pool.stage.metrics import LeaderMeters
 from pool.stage.plan import StagePlan
+from pool.tiers.block_store import Tier
+from pool.tiers.block_tier import BlockTier
 from protos import types_pb2
 from runtime.digests import block_names
 from runtime.errors import UnavailableError
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 EventT = TypeVar("EventT")
 
+PULLED = "pulled"  # from another worker
 PACE_S = 0.006  # seconds between two polls for events that can wait
 # Seconds after which the engine thread yields its core; more often the kernel does so itself.
 LET_IN_S = 0.004
@@ -116,23 +119,28 @@ _LIBRARY = ctypes.CDLL(None)  # the C library
 
 
 @dataclass(frozen=True)
-class Tiers:
-    """The number of a prompt's first tokens that a pool had in memory, or copied for it.
+class Brought:
+    """The first tokens of a prompt that a pool had in memory, or copied for it.
 
-    Those up to `num_held` were in memory, those up to `pulled_to` came from another worker, and
-    those up to `read_to` from disk.
+    Those up to `num_held` were in memory. After them, one place after another had those up to the
+    end that `reached` gives for it.
     """
 
     num_held: int = 0
-    pulled_to: int = 0
-    read_to: int = 0
+    reached: Mapping[str, int] = field(default_factory=dict)
 
     def counts(self, num_cached: int) -> dict[str, int]:
-        """Return `pulled_tokens` and `disk_tokens` among the first `num_cached` tokens."""
-        held_to = min(num_cached, self.num_held)
-        pulled_to = min(num_cached, max(held_to, self.pulled_to))
-        read_to = min(num_cached, max(pulled_to, self.read_to))
-        return {"pulled_tokens": pulled_to - held_to, "disk_tokens": read_to - pulled_to}
+        """Return how many of the first `num_cached` tokens came from each place.
+
+        The keys are fields of the messages, like `disk_tokens`.
+        """
+        start = min(num_cached, self.num_held)
+        counts = {}
+        for place, reached in self.reached.items():
+            end = min(num_cached, max(start, reached))
+            counts[f"{place}_tokens"] = end - start
+            start = end
+        return counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +154,7 @@ class RequestParts:
     post: EventPost
     switch: RoleSwitch
     adapters: PoolAdapters
-    disk: DiskCache | None = None
+    tiers: Sequence[BlockTier] = ()
     puller: Puller | None = None
     grammars: GrammarCheck | None = None
     caches: bool = False  # whether the pool has a prefix cache
@@ -169,24 +177,28 @@ class RequestParts:
 
     async def bring(
         self, request: Request, blocks: tuple[bytes, ...], holder: types_pb2.BlockHolder
-    ) -> Tiers:
-        """Bring into the cache what the holder, if one is named, and the disk have of a prompt.
+    ) -> Brought:
+        """Bring into the cache what the tiers, and the holder if one is named, have of a prompt.
 
         Raises:
             UnavailableError: the pool lost a stage meanwhile.
         """
-        puller = self.puller if holder.address else None
-        places = [place for place in (puller, self.disk) if place is not None]
+        places = {str(tier.tier): partial(tier.bring, request, blocks) for tier in self.tiers}
+        if self.puller is not None and holder.address:
+            # Nothing is nearer than the own host, and no tier beyond it is nearer than a worker.
+            pull = {PULLED: partial(self.puller.bring, request, blocks, holder)}
+            nearest = {name: places.pop(name) for name in (Tier.HOST,) if name in places}
+            places = nearest | pull | places
         if not places:
-            return Tiers()
-        num_held, pulled_to, read_to = places[0].cache.num_resumable(blocks), 0, 0
-        if puller is not None:
-            pulled_to = await puller.bring(request, blocks, holder)
-        if self.disk is not None:
-            read_to = await self.disk.bring(request, blocks)
+            return Brought()
+        cache = self.puller.cache if self.puller is not None else self.tiers[0].cache
+        num_held = cache.num_resumable(blocks)
+        reached = {name: await bring() for name, bring in places.items()}
         self.check(request)
         page_size = self.plan.geometry.page_size
-        return Tiers(*(page_size * end for end in (num_held, pulled_to, read_to)))
+        return Brought(
+            page_size * num_held, {name: page_size * end for name, end in reached.items()}
+        )
 
     def check(self, request: Request) -> None:
         """Check that the stages can run a request that has waited before it was queued.

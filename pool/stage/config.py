@@ -155,16 +155,39 @@ class WorkerConfig(TlsConfig):
         "--max-running, but at most a fifth of the "
         "cache memory",
     )
+    host_cache_mb: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 30,
+        description="host memory in MiB of each process for a copy of the prefix cache, where its pools "
+        "are on a device; 0: none",
+    )
     disk_cache: Path | None = Field(
         default=None,
         description="directory for a copy of the prefix cache, which outlives the process; pools of "
-        "the same model may share it, also of other roles and layouts (device cpu)",
+        "the same model may share it, also of other roles and layouts",
     )
     disk_cache_mb: int = Field(
         default=16384,
         ge=64,
         le=1 << 30,
         description="size in MiB to which this process bounds --disk-cache",
+    )
+    cache_server: str | None = Field(
+        default=None,
+        description="redis://HOST:PORT (rediss:// for TLS) of a server that speaks the Redis protocol, "
+        "for a copy of the prefix cache that all pools of the same model share",
+    )
+    cache_server_key: Path | None = Field(
+        default=None,
+        description="file with at least 32 random bytes, the same for all pools: what is at "
+        "--cache-server is authenticated with it",
+    )
+    cache_server_expire_s: int = Field(
+        default=86400,
+        ge=60,
+        le=1 << 30,
+        description="seconds after which blocks at --cache-server expire that are not used",
     )
     local_rest_tokens: int = Field(
         default=0,
@@ -333,21 +356,29 @@ class WorkerConfig(TlsConfig):
             adapter_folders(self.adapters)
         elif self.adapters_mb is not None:
             raise ConfigError("adapters_mb needs adapters", field="adapters_mb")
-        self._check_disk_cache()
+        self._check_tiers()
         _ = self.placement
         self.binding.check()
 
-    def _check_disk_cache(self) -> None:
-        if self.disk_cache is None:
-            return
-        if self.device != "cpu":
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Return the settings that give the prefix cache a tier each, of those that are set."""
+        found = {
+            "host_cache_mb": self.host_cache_mb > 0,
+            "disk_cache": self.disk_cache is not None,
+            "cache_server": self.cache_server is not None,
+        }
+        return tuple(name for name, is_set in found.items() if is_set)
+
+    def _check_tiers(self) -> None:
+        if (self.cache_server is None) != (self.cache_server_key is None):
             raise ConfigError(
-                f"disk_cache is for device cpu, not {self.device}", field="disk_cache"
+                "cache_server and cache_server_key need each other", field="cache_server_key"
             )
-        if self.dp_attention > 1:
+        if self.tiers and self.dp_attention > 1:
             raise ConfigError(
-                f"--dp-attention {self.dp_attention}: a pool with --disk-cache needs 1",
-                field="disk_cache",
+                f"--dp-attention {self.dp_attention}: a pool with {self.tiers[0]} needs 1",
+                field=self.tiers[0],
             )
 
     @property

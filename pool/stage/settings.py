@@ -63,8 +63,7 @@ def stage_settings(
         else speculation.revision or str(speculation.config.draft),
         "frames": LAYOUT,
     }
-    if config.disk_cache is not None:
-        settings["disk_cache"] = "yes"
+    settings |= dict.fromkeys(config.tiers, "yes")
     if description.adapter_bytes is not None:
         settings["adapter_bytes"] = str(description.adapter_bytes)
     if speculation is not None:

@@ -20,8 +20,6 @@ from engine.pipeline.stage_executor import LayerObserver, StageExecutor
 from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING, DecoderStage
 from models.weights_digest import StageDigests, WeightsDigest
-from pool.disk.folder import folder_of
-from pool.disk.stage_blocks import StageBlocks
 from pool.stage.adapters import LoadedAdapters
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
@@ -31,8 +29,11 @@ from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.plan import StagePlan
 from pool.stage.speculation import build_drafter, role_drafter
 from pool.stage.speculation_plan import DraftModelPlan
+from pool.stage.tiers import open_tiers
 from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
+from pool.tiers.block_store import Tier
+from pool.tiers.stage_blocks import StageBlocks
 from runtime.grammar import Grammars, load_grammars
 from runtime.process.host_memory import MIB
 from runtime.process.start_progress import WEIGHTS
@@ -66,7 +67,7 @@ class Stage:
     # Digests of tensors that later stages may copy, by name.
     counted: Mapping[str, str] = field(default_factory=dict)
     adapters: LoadedAdapters | None = None  # None if the pool takes none
-    disk: StageBlocks | None = None  # None without a disk cache
+    tiers: Mapping[Tier, StageBlocks] = field(default_factory=dict)  # of the prefix cache
 
 
 def build_stage(
@@ -110,7 +111,7 @@ def build_stage(
         capture = partial(build_draft_graphs, config, parts, speculation)
         drafter = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
         reader = role_drafter(speculation, drafter, observer, speculates=speculates)
-    grammars, disk = _grammars(config, plan.description.facts), _disk(config, pools)
+    grammars, tiers = _grammars(config, plan.description.facts), open_tiers(config, pools, device)
     agent.start()  # last, so that an error above leaves no thread running
     if device == HOST:
         allocate_in_background(pools.tensors())
@@ -127,7 +128,7 @@ def build_stage(
         _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0),
         digest.of(COPIED),
         _adapters(config, plan, model, executor),
-        disk,
+        tiers,
     )
 
 
@@ -137,12 +138,6 @@ def _adapters(
     if config.adapters is None:
         return None
     return LoadedAdapters(config.adapters, plan.description, model, executor.forget_adapter)
-
-
-def _disk(config: WorkerConfig, pools: StagePools) -> StageBlocks | None:
-    if config.disk_cache is None:
-        return None
-    return StageBlocks(folder_of(config.disk_cache, config.disk_cache_mb), pools)
 
 
 def _agent(

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
@@ -26,21 +27,37 @@ MAX_JOINED = 256  # tokens per message
 class CachedTokens:
     """The tokens of a prompt that were not computed.
 
-    Of `total`, `pulled` were copied from another worker for this request, and `disk` from disk.
+    Of `total`, the others were copied for this request: from another worker, from host memory, from
+    disk and from a cache server.
     """
 
     total: int = 0
     pulled: int = 0
+    host: int = 0
     disk: int = 0
+    server: int = 0
 
     @classmethod
     def reported(
         cls, report: prefill_pb2.PrefillStarted | decode_pb2.DecodeLocal, *, at_most: int
     ) -> Self:
         """Return those that a worker reports, of a prompt of `at_most` tokens."""
-        total = min(report.cached_tokens, at_most)
-        pulled = min(report.pulled_tokens, total)
-        return cls(total, pulled, min(report.disk_tokens, total - pulled))
+        rest = total = min(report.cached_tokens, at_most)
+        copied = []
+        for reported in (
+            report.pulled_tokens,
+            report.host_tokens,
+            report.disk_tokens,
+            report.server_tokens,
+        ):
+            copied.append(min(reported, rest))
+            rest -= copied[-1]
+        return cls(total, *copied)
+
+    @cached_property
+    def copied(self) -> int:
+        """Return how many of them were copied for this request."""
+        return self.pulled + self.host + self.disk + self.server
 
 
 class Output:
@@ -115,9 +132,11 @@ class Output:
         usage.completion_tokens = self.num_tokens
         cached = self.cached
         usage.cached_tokens = cached.total
-        if cached.pulled or cached.disk:  # mostly not, and this is done for every chunk
+        if cached.copied:  # mostly not, and this is done for every chunk
             usage.pulled_tokens = cached.pulled
+            usage.host_tokens = cached.host
             usage.disk_tokens = cached.disk
+            usage.server_tokens = cached.server
 
     def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
         """Count tokens; return their text and their number up to the end of a stop string."""

@@ -86,9 +86,11 @@ class RequestNotes:
         self.num_computed = num_tokens - cached.total
         for tier, count in (
             ("computed", self.num_computed),
-            ("memory", cached.total - cached.pulled - cached.disk),
+            ("memory", cached.total - cached.copied),
             ("worker", cached.pulled),
+            ("host", cached.host),
             ("disk", cached.disk),
+            ("server", cached.server),
         ):
             if count:
                 self._metrics.tier_tokens.labels(tier).inc(count)

@@ -64,7 +64,9 @@ class RequestRecord:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     pulled_tokens: int = 0
+    host_tokens: int = 0
     disk_tokens: int = 0
+    server_tokens: int = 0
     completion_tokens: int | None = None
     timings: dict[str, float] = field(default_factory=dict)
     prefill: str = ""
@@ -123,7 +125,9 @@ def ended(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         pulled_tokens=usage.pulled_tokens,
+        host_tokens=usage.host_tokens,
         disk_tokens=usage.disk_tokens,
+        server_tokens=usage.server_tokens,
         completion_tokens=usage.completion_tokens,
         timings=timings,
         prefill=timeline.workers[0].address if timeline.workers else "",

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from runtime.observe.metrics.caches import CacheMetrics, DiskMetrics, PullMetrics
+from runtime.observe.metrics.caches import CacheMetrics, PullMetrics, TierMetrics
 from runtime.observe.metrics.calls import RpcMetrics
 from runtime.observe.metrics.handoffs import ArrivalMetrics, HandoffMetrics
 from runtime.observe.metrics.planner import PlannerMetrics
@@ -43,7 +43,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (
     PoolMetrics,
     HandoffMetrics,
     AdapterMetrics,
-    DiskMetrics,
+    TierMetrics,
     PullMetrics,
 )
 # A stage that is not its pool's leader ("follower") has no request metrics.

@@ -61,9 +61,9 @@ SHOWN_ELSEWHERE = {
     ("prefill-0", "baton_cache_reused_tokens"),
     ("decode-0.0", "baton_cache_snapshots"),  # they come with the prompts
     # Without states, which come with the prompts, it writes nothing to its disk cache.
-    ("decode-0.0", "baton_disk_cache_blocks"),
-    ("decode-0.0", "baton_disk_cache_read_seconds"),
-    ("decode-0.0", "baton_disk_cache_used_bytes"),
+    ("decode-0.0", "baton_cache_tier_blocks"),
+    ("decode-0.0", "baton_cache_tier_read_seconds"),
+    ("decode-0.0", "baton_cache_tier_used_bytes"),
     # A single worker of each role pulls nothing: see tests/one_process/test_pulls.py.
     *(
         (name, metric)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from baton.caches import CacheOnWorker, cache_text, list_caches
+from baton.caches import CacheOnWorker, TierUse, cache_text, list_caches
 from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
 from runtime.security.access import PLAIN_CHANNEL
@@ -38,7 +38,8 @@ async def test_the_caches_of_all_workers_are_shown(tmp_path: Path) -> None:
         assert prefill.idle_pages == ((60.0, 6), (600.0, 0), (3600.0, 0), (0.0, 0))
         assert prefill.queried_tokens - before["prefill"].queried_tokens == 200
         assert prefill.matched_tokens - before["prefill"].matched_tokens == 96
-        assert (prefill.max_disk_bytes, decode.max_disk_bytes) == (16384 << 20, 0)
+        assert [(tier.name, tier.max_bytes) for tier in prefill.tiers] == [("disk", 16384 << 20)]
+        assert decode.tiers == ()
         await client.flush_caches()
         assert [cache.pages for cache in (await look(client)).values()] == [0, 0]
 
@@ -46,14 +47,17 @@ async def test_the_caches_of_all_workers_are_shown(tmp_path: Path) -> None:
 def test_a_cache_is_shown_in_a_few_lines() -> None:
     cache = CacheOnWorker(
         "prefill", "a:1", 64, 512, 40, 12, 3, ((60.0, 30), (600.0, 0), (3600.0, 8), (0.0, 2)),
-        1000, 710, 3 << 20, 64 << 20, sessions=2, retained_pages=7,
+        1000, 710, (TierUse("host", 1 << 20, 2 << 20), TierUse("disk", 3 << 20, 64 << 20),
+        TierUse("server", 5 << 20, 0)), sessions=2, retained_pages=7,
     )  # fmt: skip
     assert cache_text(cache).splitlines() == [
         "prefill a:1: 40 of 512 pages of 64 tokens are cached; resume points: 12, states: 3",
         "    found 71% of 1000 prompt tokens since its start",
         "    last used: 30 within 1 min, 8 within 1 h, 2 earlier",
         "    sessions: 2, for which 7 pages are kept longer",
+        "    in host memory: 1.0 of 2 MiB",
         "    on disk: 3.0 of 64 MiB",
+        "    at the cache server: 5.0 MiB, limit not known",
     ]
     assert cache_text(CacheOnWorker("decode", "a:2")) == "decode a:2: no prefix cache"
     assert cache_text(CacheOnWorker("decode", "a:2", error="is away")) == "decode a:2: is away"

@@ -17,8 +17,8 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
-from pool.disk import disk_cache, stage_blocks
-from pool.disk.part_file import PartLayout, read_part
+from pool.tiers import block_tier, folder
+from pool.tiers.folder import FilePath, read_file
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -164,7 +164,7 @@ async def test_a_full_disk_costs_only_the_copies(
     def refuse(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(stage_blocks, "write_part", refuse)
+    monkeypatch.setattr(folder, "write_file", refuse)
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     expected = answers_of(model, (FIRST, *LATER))
     async with cluster_in_process(model, disk_cache=tmp_path / "disk", **SETTINGS) as client:
@@ -182,13 +182,12 @@ async def test_a_frozen_disk_delays_requests_once(
         await ask(client, FIRST)
     thawed = threading.Event()
 
-    def read_late(
-        path: Path, layout: PartLayout, name: bytes, records: Sequence[memoryview]
-    ) -> bool:
-        return thawed.wait(60) and read_part(path, layout, name, records)
+    def read_late(path: FilePath, pieces: Sequence[memoryview]) -> int:
+        thawed.wait(60)
+        return read_file(path, pieces)
 
-    monkeypatch.setattr(stage_blocks, "read_part", read_late)
-    monkeypatch.setattr(disk_cache, "READ_LIMIT_S", 0.5)
+    monkeypatch.setattr(folder, "read_file", read_late)
+    monkeypatch.setattr(block_tier, "READ_LIMIT_S", 0.5)
     async with cluster_in_process(model, **settings) as client:
         for request, answer in zip((FIRST, *LATER), expected, strict=True):
             completion = await ask(client, request)

@@ -136,7 +136,7 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
     usage = said["docs/client.md"][-1]
     assert re.fullmatch(
         r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, cached_tokens=0, "
-        r"pulled_tokens=0, disk_tokens=0\)\n",
+        r"pulled_tokens=0, disk_tokens=0, host_tokens=0, server_tokens=0\)\n",
         usage,
     ), "one of two routers is not there"
     assert " 3 5 7 9 11" in said["README.md"][0]

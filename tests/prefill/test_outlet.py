@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.request import Request, SampledToken, TokenLogprobs
-from pool.request.handler import Tiers
+from pool.request.handler import Brought
 from pool.request.streams import EventSender, Inbox
 from prefill.event_sender import MAX_UNREAD_SCORES, PrefillEventSender
 from prefill.prompts import Scored
@@ -92,7 +92,7 @@ async def test_a_prompt_with_scores_unread_for_too_long_ends(
     inbox: PrefillInbox = Inbox(Counter("expired", "waits", registry=CollectorRegistry()))
     request = Request("r", (1,), max_tokens=1)
     handler = PrefillHandler(
-        cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5, Tiers()
+        cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5, Brought()
     )
     for position in range(MAX_UNREAD_SCORES + 200):
         inbox.happened(Scored(position, (SampledToken(1, TokenLogprobs(-1.0)),)))

@@ -43,7 +43,7 @@ CACHE = Dashboard(
         Panel(
             "Prompt tokens by tier",
             "short",
-            "Per second: computed, or from the worker's memory, another worker's, or disk.",
+            "Per second: computed, or from the worker's memory, another worker's, its host, disk or a server.",
             (PanelQuery(rate("baton_router_tier_tokens_total", "tier"), "{{tier}}"),),
         ),
         Panel(
@@ -87,27 +87,27 @@ CACHE = Dashboard(
             ),
         ),
         Panel(
-            "Disk cache",
+            "Tiers",
             "short",
-            "Pages per second: written, read, or not, and why.",
+            "Pages per second that were copied to host memory, disk or a cache server, or from there, or "
+            "not, and why.",
             (
                 PanelQuery(
-                    rate("baton_disk_cache_blocks_total", "instance, event"),
-                    "{{instance}} {{event}}",
+                    rate("baton_cache_tier_blocks_total", "tier, event"), "{{tier}} {{event}}"
                 ),
             ),
         ),
         Panel(
-            "Reading from disk",
+            "Reading from tiers",
             "s",
             "Time per prompt; its request waits for it.",
-            quantiles("baton_disk_cache_read_seconds"),
+            quantiles("baton_cache_tier_read_seconds"),
         ),
         Panel(
-            "Disk",
+            "Size of tiers",
             "bytes",
-            "Size of the folder of the disk cache.",
-            (PanelQuery(of("baton_disk_cache_used_bytes"), "{{instance}}"),),
+            "Of host memory for each worker, of the folder on disk, and of the cache server.",
+            (PanelQuery(of("baton_cache_tier_used_bytes"), "{{instance}} {{tier}}"),),
         ),
         Panel(
             "Pulls",

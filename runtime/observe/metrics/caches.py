@@ -1,4 +1,4 @@
-"""Metrics of what a pool keeps of earlier prompts, in memory and on disk, and pulls from others."""
+"""Metrics of what a pool keeps of earlier prompts, in memory and in tiers, and pulls from others."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from runtime.observe.metrics.instruments import (
     STAGE_S,
+    TIERS,
     create_counter,
     create_gauge,
     create_histogram,
@@ -109,8 +110,8 @@ class PullMetrics:
 
 
 @dataclass(frozen=True)
-class DiskMetrics:
-    """Disk cache of a pool."""
+class TierMetrics:
+    """Copies of a pool's prefix cache on the host, on disk and on a server."""
 
     blocks: Counter
     read_s: Histogram
@@ -118,25 +119,32 @@ class DiskMetrics:
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
+        events = ("written", "read", "missing", "slower", "skipped")
         return cls(
             blocks=create_counter(
                 registry,
-                "disk_cache_blocks",
-                "Blocks of the disk cache, one per page, by what happened: written, read, missing "
-                "(removed or damaged before they were read), slower (not read, because it takes longer "
-                "than to compute them), skipped (not written, because they were evicted before their turn).",
+                "cache_tier_blocks",
+                "Blocks of the tiers of the prefix cache, one per page, by what happened: written, read, "
+                "missing (removed or damaged before they were read), slower (not read, because it takes "
+                "longer than to compute them), skipped (not written, because they were evicted before "
+                "their turn). Tiers: host, disk, server.",
+                "tier",
                 "event",
-                zeros=(("written",), ("read",), ("missing",), ("slower",), ("skipped",)),
+                zeros=tuple((tier, event) for tier in TIERS for event in events),
             ),
             read_s=create_histogram(
                 registry,
-                "disk_cache_read_seconds",
-                "Time to read a prompt's blocks from the disk cache on all stages.",
+                "cache_tier_read_seconds",
+                "Time to read a prompt's blocks from a tier on all stages.",
                 STAGE_S,
+                "tier",
+                zeros=TIERS,
             ),
             num_bytes=create_gauge(
                 registry,
-                "disk_cache_used_bytes",
-                "Size of the folder of the disk cache, without what others have written lately.",
+                "cache_tier_used_bytes",
+                "Size of a tier as it was lately: of the first process's objects in host memory, of the "
+                "folder on disk, of all that the server holds.",
+                "tier",
             ),
         )

@@ -10,6 +10,7 @@ from runtime.observe.metrics.instruments import (
     E2E_S,
     FAILURES,
     STAGE_S,
+    TIERS,
     create_counter,
     create_gauge,
     create_histogram,
@@ -225,9 +226,10 @@ def _tier_tokens(registry: CollectorRegistry) -> Counter:
         registry,
         "router_tier_tokens",
         "Tokens of prompts by where the worker that read them had them from: computed, memory "
-        "(its own cache), worker (the cache of another one) or disk.",
+        "(its own cache), worker (the cache of another one), host (host memory beside its device), disk "
+        "or server (a cache server).",
         "tier",
-        zeros=(("computed",), ("memory",), ("worker",), ("disk",)),
+        zeros=tuple((tier,) for tier in ("computed", "memory", "worker", *TIERS)),
     )
 
 

@@ -162,7 +162,7 @@ async def joined() -> AsyncIterator[Rig]:
             drafter=None,
             ranks=StageRanks(),
             adapters=None,
-            disk=None,
+            tiers={},
         ),
     )
     engine = FollowerEngine(

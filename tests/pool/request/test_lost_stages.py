@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.request import Request, SamplingParams
 from pool.request.handler import RequestHandler, RequestParts, serve
+from pool.tiers.block_store import Tier
 from protos import types_pb2
 from runtime.errors import UnavailableError
 from runtime.grammar import Grammar, GrammarKind
@@ -31,6 +32,7 @@ class Pool:
         self.has_adapter = True
         self.num_queued = 0
         self.on_wait: dict[str, Callable[[Pool], None]] = {}
+        self.tier = Tier.DISK
         self.cache = SimpleNamespace(num_resumable=lambda blocks: 0)
         self.geometry = SimpleNamespace(page_size=16)
 
@@ -63,7 +65,9 @@ class Pool:
     async def serve(self) -> None:
         own: Any = self
         others: dict[str, Any] = dict.fromkeys(("reclaimer", "meters", "post", "switch"))
-        parts = RequestParts(leader=own, plan=own, adapters=own, disk=own, grammars=own, **others)
+        parts = RequestParts(
+            leader=own, plan=own, adapters=own, tiers=(own,), grammars=own, **others
+        )
 
         async def begin() -> RequestHandler:
             await parts.bring(REQUEST, (), types_pb2.BlockHolder())

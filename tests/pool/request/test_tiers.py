@@ -1,25 +1,35 @@
-"""Counts of a prompt's cached tokens by tier."""
+"""Counts of a prompt's cached tokens by the place that they were copied from."""
 
 import pytest
 
-from pool.request.handler import Tiers
+from pool.request.handler import Brought
 
 
 @pytest.mark.parametrize(
-    ("tiers", "num_cached", "pulled", "disk"),
+    ("reached", "num_cached", "expected"),
     [
-        (Tiers(), 64, 0, 0),
-        (Tiers(64), 64, 0, 0),
-        (Tiers(64, 192), 192, 128, 0),
-        (Tiers(64, 192, 256), 256, 128, 64),
-        (Tiers(64, 0, 256), 256, 0, 192),
-        (Tiers(64, 192, 128), 192, 128, 0),  # another request read less than was pulled here
-        (Tiers(64, 192, 256), 224, 128, 32),  # the last ones were evicted before the prompt began
-        (Tiers(64, 192, 256), 32, 0, 0),
-        (Tiers(64, 32, 0), 64, 0, 0),  # what another prompt had pulled, and this one waited for
+        ({}, 64, {}),
+        ({"pulled": 192}, 192, {"pulled": 128}),
+        ({"pulled": 192, "disk": 256}, 256, {"pulled": 128, "disk": 64}),
+        ({"pulled": 0, "disk": 256}, 256, {"pulled": 0, "disk": 192}),
+        # Another request read less than was pulled here.
+        ({"pulled": 192, "disk": 128}, 192, {"pulled": 128, "disk": 0}),
+        # The last ones were evicted before the prompt began.
+        ({"pulled": 192, "disk": 256}, 224, {"pulled": 128, "disk": 32}),
+        ({"pulled": 192, "disk": 256}, 32, {"pulled": 0, "disk": 0}),
+        # What another prompt had pulled, and this one waited for.
+        ({"pulled": 32, "disk": 0}, 64, {"pulled": 0, "disk": 0}),
+        (
+            {"host": 128, "pulled": 192, "disk": 192, "server": 320},
+            320,
+            {"host": 64, "pulled": 64, "disk": 0, "server": 128},
+        ),
     ],
 )
-def test_tokens_count_for_the_first_tier_that_has_them(
-    tiers: Tiers, num_cached: int, pulled: int, disk: int
+def test_tokens_count_for_the_first_place_that_has_them(
+    reached: dict[str, int], num_cached: int, expected: dict[str, int]
 ) -> None:
-    assert tiers.counts(num_cached) == {"pulled_tokens": pulled, "disk_tokens": disk}
+    """The first 64 tokens are in memory."""
+    assert Brought(64, reached).counts(num_cached) == {
+        f"{place}_tokens": count for place, count in expected.items()
+    }

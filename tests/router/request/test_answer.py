@@ -234,18 +234,26 @@ async def test_a_slow_reader_gets_the_stall_limit_for_the_end_of_its_stream() ->
 
 
 @pytest.mark.parametrize(
-    ("cached", "pulled", "disk", "expected"),
+    ("cached", "pulled", "host", "disk", "server", "expected"),
     [
-        (48, 16, 16, CachedTokens(48, 16, 16)),
-        (400, 300, 90, CachedTokens(100, 100, 0)),  # of a resumed response more was cached
-        (32, 40, 7, CachedTokens(32, 32, 0)),
-        (32, 16, 40, CachedTokens(32, 16, 16)),
+        (48, 16, 0, 16, 0, CachedTokens(48, 16, 0, 16)),
+        (90, 10, 20, 30, 30, CachedTokens(90, 10, 20, 30, 30)),
+        (400, 300, 1, 90, 7, CachedTokens(100, 100)),  # of a resumed response more was cached
+        (32, 40, 0, 7, 3, CachedTokens(32, 32)),
+        (32, 16, 0, 40, 3, CachedTokens(32, 16, 0, 16)),
+        (32, 16, 10, 0, 40, CachedTokens(32, 16, 10, 0, 6)),
     ],
 )
 def test_a_report_never_adds_up_to_more_than_the_prompt(
-    cached: int, pulled: int, disk: int, expected: CachedTokens
+    cached: int, pulled: int, host: int, disk: int, server: int, expected: CachedTokens
 ) -> None:
     started = prefill_pb2.PrefillStarted(
-        cached_tokens=cached, pulled_tokens=pulled, disk_tokens=disk
+        cached_tokens=cached,
+        pulled_tokens=pulled,
+        host_tokens=host,
+        disk_tokens=disk,
+        server_tokens=server,
     )
-    assert CachedTokens.reported(started, at_most=100) == expected
+    found = CachedTokens.reported(started, at_most=100)
+    assert found == expected
+    assert found.copied <= found.total

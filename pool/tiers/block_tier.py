@@ -1,8 +1,8 @@
-"""The disk cache of a pool, as its leader runs it.
+"""One tier of a pool's prefix cache, as its leader runs it.
 
-    a block enters the prefix cache ─▶ waits (`pool.disk.block_writes`) ─▶ leased ─▶ every stage
+    a block enters the prefix cache ─▶ waits (`pool.tiers.block_writes`) ─▶ leased ─▶ every stage
                                        writes its part ─▶ released
-    a prompt arrives ─▶ blocks that only the disk has are read (`pool.prefix.block_reads`)
+    a prompt arrives ─▶ blocks that only the tier has are read (`pool.prefix.block_reads`)
 
 Requests wait for a read, but never for a write. Memory stays leased until every stage has answered,
 because a stage may use it until then.
@@ -13,77 +13,95 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.core.request import Request
 from engine.loop import EngineLoop
 from engine.memory.leases import Lease
-from pool.disk.block_writes import BlockWrites
-from pool.disk.stage_blocks import BlockMove, StageBlocks
 from pool.prefix.block_reads import BlockRead, BlockReads
 from pool.prefix.cache import PrefixCache
+from pool.tiers.block_store import Content, Tier
+from pool.tiers.block_writes import BlockWrites
+from pool.tiers.stage_blocks import BlockMove, StageBlocks
 from runtime.errors import BatonError
-from runtime.observe.metrics.caches import DiskMetrics
+from runtime.observe.metrics.caches import TierMetrics
 
 logger = logging.getLogger(__name__)
 
 READ_LIMIT_S = 30.0  # seconds that a request waits for its blocks
-REFRESH_S = 60.0  # seconds between two notes on disk that blocks are in use
-_OWNER = "disk cache"
+REFRESH_S = 60.0  # seconds between two notes in the tier that blocks are in use
 _LOOK_S = 0.01  # between two looks at the writes that are left
 
 
 @dataclass(frozen=True)
-class _DiskBlocks:
-    """Blocks on disk. Implements `BlockOffer`."""
+class _TierBlocks:
+    """Blocks in a tier. Implements `BlockOffer`."""
 
+    tier: "BlockTier"
     num_blocks: int
-    move: Callable[[BlockMove], Awaitable[int]]
 
     async def fill(self, read: BlockRead) -> int:
-        return await self.move(
+        tier, wanted = self.tier, read.missing
+        num_read = await tier.move(
             BlockMove(
+                tier.tier,
                 load=True,
-                names=read.missing,
+                names=wanted,
                 page_ids=tuple(read.pages.page_ids[read.num_found :]),
                 slot_id=read.slot_id,
                 state_of=b"" if read.slot is None else read.names[-1],
             )
         )
+        if num_read < len(wanted):
+            # Of a model with states, nothing is resumed from where the state is missing.
+            lacked = (
+                (wanted[num_read], Content.PAGE)
+                if read.slot is None
+                else (wanted[-1], Content.STATE)
+            )
+            tier.own.reading.submit(tier.own.forget, *lacked)
+        return num_read
 
 
 @dataclass(eq=False)
-class DiskCache:
-    """The blocks of a pool's prefix cache on disk. Implements `BlockSource` for its reads.
+class BlockTier:
+    """The copies of a pool's blocks in one tier. Implements `BlockSource` for its reads.
 
     `move` has all stages move blocks, and returns how many of the first ones all of them had. It
     belongs to the event loop's thread, except for its `writes`.
     """
 
+    tier: Tier
     cache: PrefixCache
     own: StageBlocks
     loop: EngineLoop
     move: Callable[[BlockMove], Awaitable[int]]
-    metrics: DiskMetrics
+    metrics: TierMetrics
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _refreshed: set[bytes] = field(default_factory=set)  # last blocks of prompts, for a while
 
     def __post_init__(self) -> None:
         self._events = asyncio.get_running_loop()
+        count = self.metrics.blocks
         self.writes = BlockWrites(
             self.cache,
-            _OWNER,
+            self.tier,
             start=lambda move, leases: self._events.call_soon_threadsafe(
                 self._start_write, move, leases
             ),
-            skipped=self.metrics.blocks.labels("skipped").inc,
+            skipped=count.labels(self.tier, "skipped").inc,
         )
-        self.cache.on_stored = self.writes.add
+        self.cache.listeners.append(self.writes.add)
         self.reads = BlockReads(
-            self.cache, self.loop, _OWNER, self.metrics.blocks, self.metrics.read_s, notify=False
+            self.cache,
+            self.loop,
+            self.tier.owner,
+            partial(count.labels, self.tier),
+            self.metrics.read_s.labels(self.tier),
         )
 
     async def bring(self, request: Request, names: tuple[bytes, ...]) -> int:
-        """Bring the blocks of a prompt into the cache that only the disk has.
+        """Bring the blocks of a prompt into the cache that the tier has and the cache lacks.
 
         Return what `BlockReads.bring` does. It returns early if that fails, takes too long, or is
         not worth it.
@@ -96,7 +114,7 @@ class DiskCache:
             async with asyncio.timeout(READ_LIMIT_S):
                 return await self.reads.bring(names, self)
         except TimeoutError:
-            logger.warning("the disk cache did not answer within %g s", READ_LIMIT_S)
+            logger.warning("the %s did not answer within %g s", self.tier.owner, READ_LIMIT_S)
             return 0
 
     async def finish(self, timeout_s: float) -> None:
@@ -109,19 +127,17 @@ class DiskCache:
     @asynccontextmanager
     async def offer(
         self, names: Sequence[bytes], num_cached: int
-    ) -> AsyncGenerator["_DiskBlocks", None]:
-        yield _DiskBlocks(
-            await self._events.run_in_executor(
-                self.own.reading, self._num_on_disk, names[num_cached:]
-            ),
-            self.move,
+    ) -> AsyncGenerator["_TierBlocks", None]:
+        num_known = await self._events.run_in_executor(
+            self.own.reading, self._num_known, names[num_cached:]
         )
+        yield _TierBlocks(self, num_known)
 
-    def _num_on_disk(self, names: Sequence[bytes]) -> int:
+    def _num_known(self, names: Sequence[bytes]) -> int:
         return self.own.num_known(names, with_state=self.cache.has_states)
 
     def _refresh(self, names: tuple[bytes, ...]) -> None:
-        """Note on disk that memory has these blocks, so that they are not the first to go there."""
+        """Note in the tier that memory has these blocks, so that they are not the first to go."""
         if not names or names[-1] in self._refreshed:
             return
         if not self._refreshed:
@@ -137,11 +153,11 @@ class DiskCache:
     async def _write(self, move: BlockMove, leases: Sequence[Lease]) -> None:
         try:
             num_written = await self.move(move)
-            self.metrics.blocks.labels("written").inc(num_written)
-            self.metrics.num_bytes.set(self.own.num_bytes)
+            self.metrics.blocks.labels(self.tier, "written").inc(num_written)
+            self.metrics.num_bytes.labels(self.tier).set(self.own.store.num_bytes)
         except BatonError as error:
-            logger.warning("blocks were not written to the disk cache: %s", error)
+            logger.warning("blocks were not written to the %s: %s", self.tier.owner, error)
         except Exception:  # only a copy is missing
-            logger.exception("blocks were not written to the disk cache")
+            logger.exception("blocks were not written to the %s", self.tier.owner)
         finally:
             self.loop.post(lambda: self.writes.ended(move, leases))

@@ -1,4 +1,4 @@
-"""The blocks of a prefix cache that wait to be written to disk."""
+"""The blocks of a prefix cache that wait to be written to a tier."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import Lease
-from pool.disk.stage_blocks import BlockMove
 from pool.prefix.cache import PrefixCache, Stored
+from pool.tiers.block_store import Tier
+from pool.tiers.stage_blocks import BlockMove
 
 WRITE_SHARE = 8  # at most one page in so many is leased for writes
 
@@ -22,7 +23,7 @@ class BlockWrites:
     def __init__(
         self,
         cache: PrefixCache,
-        owner: str,
+        tier: Tier,
         *,
         start: Callable[[BlockMove, Sequence[Lease]], object],
         skipped: Callable[[int], object],
@@ -33,7 +34,7 @@ class BlockWrites:
         blocks that are not written.
         """
         self._cache = cache
-        self._owner = owner
+        self._tier = tier
         self._start = start
         self._skipped = skipped
         self._waiting = deque[Stored]()
@@ -46,7 +47,9 @@ class BlockWrites:
         return not self._num_waiting and not self._num_leased
 
     def add(self, stored: Stored) -> None:
-        """Add what has entered the cache, and write what there is room for."""
+        """Add what has entered the cache from elsewhere, and write what there is room for."""
+        if stored.source == self._tier.owner:
+            return
         self._waiting.append(stored)
         self._num_waiting += _size(stored)
         while self._num_waiting > self._cache.pages.num_total and len(self._waiting) > 1:
@@ -90,7 +93,7 @@ class BlockWrites:
         *,
         with_state: bool,
     ) -> None:
-        slots = self._cache.slots
+        owner, slots = self._tier.owner, self._cache.slots
         slot_id = self._cache.slot_of(stored.last) if with_state else None
         if with_state and (slot_id is None or 2 * slots.num_available < slots.num_total):
             self._skipped(1)
@@ -98,10 +101,11 @@ class BlockWrites:
         if not names and slot_id is None:
             return
         self._num_leased += max(len(names), 1)
-        leases: list[Lease] = [self._cache.pages.alloc(0, owner=self._owner, shared=page_ids)]
+        leases: list[Lease] = [self._cache.pages.alloc(0, owner=owner, shared=page_ids)]
         if slot_id is not None:
-            leases.append(slots.share(slot_id, owner=self._owner))
+            leases.append(slots.share(slot_id, owner=owner))
         move = BlockMove(
+            self._tier,
             load=False,
             names=names,
             page_ids=page_ids,

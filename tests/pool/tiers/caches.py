@@ -1,6 +1,7 @@
 """Pools of a small hybrid model with known bytes, on stages and ranks of any number."""
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
-from pool.disk.folder import CacheFolder
-from pool.disk.stage_blocks import StageBlocks
+from engine.memory.records import DeviceRecords, HostRecords, RecordMemory
+from pool.tiers.block_store import BlockStore
+from pool.tiers.folder import CacheFolder
+from pool.tiers.stage_blocks import StageBlocks
 from runtime.process.host_memory import MIB
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 2, 9, 4, 5
@@ -57,10 +60,53 @@ def part_of(spec: CacheSpec, record: torch.Tensor, tensor: TensorRank) -> torch.
     return torch.cat(pieces, spec.split_axis)
 
 
-def stage(folder: Path, layers: LayerRange, tensor: TensorRank) -> tuple[StageBlocks, StagePools]:
+class HostCopies:
+    """A device's queue of copies, in host memory. Each copy is over only when it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_entered = 0
+
+    def enter_thread(self) -> None:
+        self.num_entered += 1
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> "HostCopies.Event":
+        assert self.num_entered == 1
+        return self.Event(target, source)
+
+    @dataclass
+    class Event:
+        target: torch.Tensor
+        source: torch.Tensor
+        num_asked: int = 0
+
+        def query(self) -> bool:
+            self.num_asked += 1
+            if self.num_asked == 2:
+                self.target.copy_(self.source)
+            return self.num_asked >= 2
+
+
+def records(pools: StagePools, *, on_device: bool) -> RecordMemory:
+    if on_device:
+        return DeviceRecords(pools, HostCopies(), HostCopies(), pinned=False)
+    return HostRecords(pools)
+
+
+def stage(
+    store: BlockStore,
+    layers: LayerRange,
+    tensor: TensorRank,
+    *,
+    key: bytes | None,
+    on_device: bool = False,
+) -> tuple[StageBlocks, StagePools]:
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, layers, specs(), tensor)
     pools = StagePools(geometry)
-    return StageBlocks(CacheFolder(folder, 64 * MIB), pools), pools
+    return StageBlocks(store, records(pools, on_device=on_device), key=key), pools
+
+
+def folder(path: Path) -> CacheFolder:
+    return CacheFolder(path, 64 * MIB)
 
 
 def layout(num_stages: int, num_ranks: int) -> list[tuple[LayerRange, TensorRank]]:

@@ -1,9 +1,11 @@
-"""The leader's part of a disk cache: what it leases, and what becomes of it when things go wrong."""
+"""The leader's part of a tier: what it leases, and what becomes of it when things go wrong."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,16 +13,18 @@ from prometheus_client import CollectorRegistry
 from engine.core.request import Request, SamplingParams
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator
-from pool.disk.disk_cache import DiskCache
-from pool.disk.stage_blocks import BlockMove
 from pool.prefix.block_reads import MAX_READS
 from pool.prefix.cache import PrefixCache
 from pool.prefix.resume_rule import ResumeRule
+from pool.tiers.block_store import Content, Tier
+from pool.tiers.block_tier import BlockTier
+from pool.tiers.stage_blocks import BlockMove
 from runtime.clock import SystemClock
 from runtime.errors import UnavailableError
-from runtime.observe.metrics.caches import DiskMetrics
+from runtime.observe.metrics.caches import TierMetrics
 
 T = TypeVar("T")
+P = ParamSpec("P")
 PAGE = 4
 
 
@@ -45,13 +49,22 @@ class DirectLoop:
         return call()
 
 
+class DirectExecutor(Executor):
+    """Runs work at once."""
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        done = Future[T]()
+        done.set_result(call(*args, **kwargs))
+        return done
+
+
 @dataclass
 class KnownBlocks:
     """The disk of a stage, which knows some blocks."""
 
     known: set[bytes]
     used: list[bytes] = field(default_factory=list)
-    reading: None = None
+    forgotten: list[tuple[bytes, Content]] = field(default_factory=list)
     num_bytes: int = 0
 
     def num_known(self, asked: tuple[bytes, ...], *, with_state: bool) -> int:
@@ -62,11 +75,17 @@ class KnownBlocks:
         return count
 
     @property
-    def writing(self) -> "KnownBlocks":
+    def store(self) -> "KnownBlocks":
         return self
 
-    def submit(self, call: Callable[[Sequence[bytes]], None], names: Sequence[bytes]) -> None:
-        call(names)
+    @property
+    def writing(self) -> "DirectExecutor":
+        return DirectExecutor()
+
+    reading = writing
+
+    def forget(self, name: bytes, content: Content) -> None:
+        self.forgotten.append((name, content))
 
     def use(self, names: Sequence[bytes]) -> None:
         self.used += names
@@ -96,12 +115,14 @@ class Scene:
         self.pages, self.slots = PageAllocator(num_pages), SlotAllocator(0)
         self.cache = PrefixCache(ResumeRule(PAGE), self.pages, self.slots, SystemClock())
         self.stages = Stages()
-        self.disk = DiskCache(
+        self.known = KnownBlocks(set(names(on_disk)))
+        self.disk = BlockTier(
+            Tier.DISK,
             self.cache,
-            KnownBlocks(set(names(on_disk))),  # type: ignore[arg-type]
+            self.known,  # type: ignore[arg-type]
             DirectLoop(),  # type: ignore[arg-type]
             self.stages.move,
-            DiskMetrics.create(CollectorRegistry()),
+            TierMetrics.create(CollectorRegistry()),
         )
 
     def bring(self, text: str) -> asyncio.Task[int]:
@@ -122,7 +143,7 @@ class Scene:
         assert self.pages.num_available == self.pages.num_total
 
     def count(self, event: str) -> float:
-        return float(self.disk.metrics.blocks.labels(event)._value.get())
+        return float(self.disk.metrics.blocks.labels("disk", event)._value.get())
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -160,6 +181,7 @@ async def test_only_blocks_that_memory_lacks_are_read() -> None:
     assert [move.names for move in scene.stages.moves] == [names("abcd"), names("abcd")[2:]]
     assert scene.num_cached("abcd") == 4
     assert (scene.count("read"), scene.count("missing")) == (4, 2)
+    assert scene.known.forgotten == [(names("abc")[-1], Content.PAGE)], "a stage lacked the third"
     scene.check_ended()
 
 
@@ -199,7 +221,7 @@ async def test_a_lost_stage_ends_the_read() -> None:
 async def test_a_slow_disk_keeps_its_memory_but_not_the_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pool.disk.disk_cache.READ_LIMIT_S", 0.05)
+    monkeypatch.setattr("pool.tiers.block_tier.READ_LIMIT_S", 0.05)
     scene = Scene("abcd")
     await scene.bring("abcd")
     assert scene.pages.num_available == scene.pages.num_total - 4, "a stage may still write there"
@@ -232,7 +254,7 @@ async def test_without_room_nothing_is_read() -> None:
 async def test_reads_at_a_time_are_bounded() -> None:
     texts = "abcdefghijkl"
     scene = Scene("")
-    scene.disk.own.known.update(text.encode() for text in texts)  # type: ignore[attr-defined]
+    scene.known.known.update(text.encode() for text in texts)
     waiting = [scene.bring(text) for text in texts]
     await until(lambda: len(scene.stages.moves) == MAX_READS)
     await asyncio.sleep(0.02)
@@ -264,6 +286,40 @@ async def test_blocks_are_not_read_if_computing_them_is_faster() -> None:
     assert reads.computing_s(14) == pytest.approx(2e-12)
     await scene.bring("abcdefgh")
     assert len(scene.stages.moves) == 2, "from time to time it is tried again"
+
+
+async def test_the_time_that_reads_wait_for_each_other_is_not_that_of_a_block() -> None:
+    """One thread reads: of eight reads at once the last takes eight times as long as it would alone."""
+    texts = [letter * 4 for letter in "abcdefgh"]
+    scene = Scene("")
+    scene.known.known.update(name for text in texts for name in names(text))
+    reads = scene.disk.reads
+    reads.least_s = lambda num_tokens: 10.0
+    began_s = time.monotonic()
+    waiting = [scene.bring(text) for text in texts]
+    await until(lambda: len(scene.stages.moves) == MAX_READS)
+    await asyncio.sleep(0.08)
+    scene.stages.may_move.set()
+    await asyncio.gather(*waiting)
+    seconds = time.monotonic() - began_s
+    assert reads.cost * reads.computing_s(1) < seconds / 4
+    scene.check_ended()
+
+
+async def test_a_prompt_does_not_wait_for_others_longer_than_it_computes() -> None:
+    scene = Scene("abcdefgh")
+    scene.known.known.update(names("xyz"))
+    reads = scene.disk.reads
+    reads.least_s = lambda num_tokens: num_tokens * 1e-3
+    reads._block_s = PAGE * 0.5e-3  # half as long as to compute it
+    bringing = scene.bring("abcdefgh")
+    await until(lambda: scene.stages.moves)
+    assert await scene.bring("xyz") == 0
+    assert scene.count("slower") == 3
+    scene.stages.may_move.set()
+    assert await bringing == 8
+    assert await scene.bring("xyz") == 3
+    scene.check_ended()
 
 
 async def test_new_blocks_are_written_and_stay_until_then() -> None:
@@ -346,13 +402,13 @@ async def test_blocks_in_use_in_memory_are_not_the_first_to_go_on_disk() -> None
     scene.stages.may_move.set()
     for text in ("abcd", "abcdxy", "abcdz"):
         await scene.bring(text)
-    assert scene.disk.own.used == list(names("abcd"))  # type: ignore[attr-defined]
+    assert scene.known.used == list(names("abcd"))
 
 
 async def test_a_slow_read_that_fails_does_not_end_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pool.disk.disk_cache.READ_LIMIT_S", 0.05)
+    monkeypatch.setattr("pool.tiers.block_tier.READ_LIMIT_S", 0.05)
     scene = Scene("abcd")
     await scene.bring("abcd")
     scene.stages.error = UnavailableError("stage 1 died")

@@ -8,19 +8,22 @@ from pathlib import Path
 import pytest
 
 from engine.core.layer_range import LayerRange, TensorRank
-from pool.disk.folder import ABANDONED_S, FOLDER, CacheFolder
-from pool.disk.part_file import Content, StagePart
+from pool.tiers.block_store import Content, ObjectKey, StagePart
+from pool.tiers.folder import ABANDONED_S, FOLDER, CacheFolder
 from runtime.errors import ConfigError
 
 PART = StagePart(LayerRange(0, 2), TensorRank())
 SIZE = 100
 
 
+def key(number: int) -> ObjectKey:
+    return ObjectKey(number.to_bytes(16, "little"), Content.PAGE, PART)
+
+
 def put(folder: CacheFolder, number: int, *, age_s: float = 0.0) -> Path:
     """Write a file that was used some time ago."""
-    name = number.to_bytes(16, "little")
-    folder.prepare(name)
-    path = Path(folder.path_of(name, Content.PAGE, PART))
+    path = Path(folder.path_of(key(number)))
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(SIZE))
     used_s = time.time() - age_s
     os.utime(path, (used_s, used_s))
@@ -30,7 +33,7 @@ def put(folder: CacheFolder, number: int, *, age_s: float = 0.0) -> Path:
 def test_the_files_that_were_not_used_for_longest_go_first(tmp_path: Path) -> None:
     folder = CacheFolder(tmp_path, 16 * SIZE)
     paths = [put(folder, number, age_s=number) for number in range(20)]
-    folder.use(map(str, paths[18:]))
+    folder.use([key(18), key(19), key(20)])
     folder.check()
     kept = [number for number, path in enumerate(paths) if path.exists()]
     assert kept == [*range(13), 18, 19], (
@@ -38,38 +41,46 @@ def test_the_files_that_were_not_used_for_longest_go_first(tmp_path: Path) -> No
     )
     assert folder.num_bytes == 15 * SIZE
     assert not paths[15].parent.exists()
-    assert [
-        folder.has(number.to_bytes(16, "little"), Content.PAGE, PART) for number in (0, 15)
-    ] == [
-        True,
-        False,
-    ]
+    names = [key(number).block for number in (0, 15)]
+    assert [list(parts) for parts in folder.parts(names, Content.PAGE)] == [[PART], []]
 
 
 def test_what_is_written_stays_within_the_limit(tmp_path: Path) -> None:
     folder = CacheFolder(tmp_path, 32 * SIZE)
     for number in range(200):
         put(folder, number, age_s=1000 - number)
-        folder.written(SIZE)
+        assert folder.put(key(number), [memoryview(bytes(SIZE))])
         held = sum(path.stat().st_size for path in tmp_path.rglob("page.*"))
         assert held <= 32 * SIZE
     assert held >= 28 * SIZE
 
 
-def test_a_full_disk_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Have every write fail."""
+
+    def write(*arguments: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "writev", write)
+
+
+def test_a_full_disk_makes_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = CacheFolder(tmp_path, 1000 * SIZE)
     paths = [put(folder, number, age_s=number) for number in range(32)]
-    full = OSError(errno.ENOSPC, "No space left on device")
-    for _ in range(5):
-        folder.refused(full)
+    refuse(monkeypatch, errno.ENOSPC)
+    for number in range(40, 45):
+        assert not folder.put(key(number), [memoryview(bytes(SIZE))])
     assert [path.exists() for path in paths] == [True] * 30 + [False] * 2
     assert len(caplog.records) == 1, "five errors at once are one warning, and remove files once"
 
 
-def test_other_errors_remove_nothing(tmp_path: Path) -> None:
+def test_other_errors_remove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CacheFolder(tmp_path, 1000 * SIZE)
     path = put(folder, 1)
-    folder.refused(OSError(errno.EIO, "Input/output error"))
+    refuse(monkeypatch, errno.EIO)
+    assert not folder.put(key(2), [memoryview(bytes(SIZE))])
     assert path.exists()
 
 

@@ -1,9 +1,10 @@
-"""Files of the disk cache: others can open them, and whatever is done to them, no wrong byte is
+"""Objects of tiers as files: others can open them, and whatever is done to them, no wrong byte is
 accepted."""
 
 import os
 import random
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,41 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine.core.layer_range import LayerRange, TensorRank
-from pool.disk.part_file import Content, PartLayout, StagePart, read_part, write_part
-from tests.pool.disk.caches import specs
+from pool.tiers.block_store import Content, StagePart
+from pool.tiers.folder import read_file, write_file
+from pool.tiers.part_format import PUBLIC_KEY, PartLayout
+from tests.pool.tiers.caches import specs
 
 NAME, OTHER = b"n" * 16, b"o" * 16
 PART = StagePart(LayerRange(0, 3), TensorRank(1, 2))
 LAYOUT = PartLayout(specs(), Content.PAGE, PART)
 DICE = random.Random(11)
 RECORDS = [memoryview(bytearray(DICE.randbytes(spec.record_bytes))) for spec in LAYOUT.of_part]
+
+
+def write_part(
+    path: Path,
+    layout: PartLayout,
+    name: bytes,
+    records: Sequence[memoryview],
+    key: bytes = PUBLIC_KEY,
+) -> None:
+    write_file(path, layout.sealed(name, records, key))
+
+
+def read_part(
+    path: Path,
+    layout: PartLayout,
+    name: bytes,
+    records: Sequence[memoryview],
+    key: bytes = PUBLIC_KEY,
+) -> bool:
+    pieces = layout.blank(records)
+    try:
+        size = read_file(path, pieces)
+    except OSError:
+        return False
+    return size == sum(map(len, pieces)) and layout.is_intact(name, pieces, key)
 
 
 def fresh() -> list[memoryview]:
@@ -28,7 +56,7 @@ def fresh() -> list[memoryview]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "page"
-    assert write_part(path, LAYOUT, NAME, RECORDS) == path.stat().st_size
+    write_part(path, LAYOUT, NAME, RECORDS)
     assert path.stat().st_mode & 0o777 == 0o600
     return path
 
@@ -100,6 +128,23 @@ def test_tensors_cannot_change_places(path: Path) -> None:
         assert is_refused(path, name=OTHER)
 
 
+def test_only_holders_of_the_key_can_write_a_part(path: Path) -> None:
+    """Without the key nothing is accepted that is not already there under the same name."""
+    secret = DICE.randbytes(32)
+    assert not read_part(path, LAYOUT, NAME, fresh(), secret)
+    write_part(path, LAYOUT, NAME, RECORDS, secret)
+    assert read_part(path, LAYOUT, NAME, fresh(), secret)
+    assert is_refused(path)
+
+
+def test_each_object_has_a_key_of_its_own() -> None:
+    """GMAC must not authenticate different bytes with one key, and the same block may differ."""
+    first, again = (LAYOUT.sealed(NAME, RECORDS, PUBLIC_KEY) for _ in range(2))
+    assert first[:-1] == again[:-1]
+    assert first[-1] != again[-1]
+    assert first[-1][16:] != again[-1][16:]
+
+
 def test_nothing_else_is_read(tmp_path: Path, path: Path) -> None:
     assert is_refused(tmp_path / "missing")
     assert is_refused(tmp_path)
@@ -129,7 +174,8 @@ def test_a_write_that_the_kernel_cuts_short_is_continued(
     )
     write_part(tmp_path / "cut", LAYOUT, NAME, RECORDS)
     monkeypatch.undo()
-    assert (tmp_path / "cut").read_bytes() == path.read_bytes()
+    assert (tmp_path / "cut").stat().st_size == path.stat().st_size
+    assert not is_refused(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -1,9 +1,11 @@
-"""Moves of blocks between the memory of a pool's processes and their disk caches."""
+"""Moves of blocks between the memory of a pool's processes and their tiers."""
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
-from pool.disk.stage_blocks import BlockMove, StageBlocks
+from pool.tiers.block_store import Tier
+from pool.tiers.stage_blocks import BlockMove, StageBlocks
 from protos import pipeline_pb2 as pb
 from runtime.digests import NAME_BYTES
 from runtime.errors import BatonError, IntegrityError
@@ -25,20 +27,22 @@ async def move_blocks(own: StageBlocks, move: BlockMove) -> int:
         raise
 
 
-async def settle(own: StageBlocks | None) -> None:
+async def settle(tiers: Mapping[Tier, StageBlocks]) -> None:
     """Wait until a process has ended all moves that began before."""
-    if own is not None:
-        events = asyncio.get_running_loop()
+    events = asyncio.get_running_loop()
+    for own in tiers.values():
         for executor in (own.reading, own.writing):
             await events.run_in_executor(executor, lambda: None)
 
 
-async def answer_move(own: StageBlocks | None, command: pb.MoveBlocks) -> pb.BlocksMoved:
+async def answer_move(tiers: Mapping[Tier, StageBlocks], command: pb.MoveBlocks) -> pb.BlocksMoved:
     """Carry out a command of the leader; return the answer."""
     answer = pb.BlocksMoved(number=command.number)
     try:
+        move = move_from_proto(command)
+        own = tiers.get(move.tier)
         if own is not None:
-            answer.num_blocks = await move_blocks(own, move_from_proto(command))
+            answer.num_blocks = await move_blocks(own, move)
     except BatonError as error:
         logger.error("blocks were not moved: %s", error)
     return answer
@@ -47,6 +51,7 @@ async def answer_move(own: StageBlocks | None, command: pb.MoveBlocks) -> pb.Blo
 def move_to_proto(number: int, move: BlockMove) -> pb.MoveBlocks:
     return pb.MoveBlocks(
         number=number,
+        tier=move.tier,
         load=move.load,
         names=move.names,
         page_ids=move.page_ids,
@@ -59,7 +64,7 @@ def move_from_proto(command: pb.MoveBlocks) -> BlockMove:
     """Return the blocks of a command.
 
     Raises:
-        IntegrityError: their numbers of names and pages differ, or a name is none.
+        IntegrityError: their numbers of names and pages differ, a name is none, or the tier is none.
     """
     names = tuple(command.names)
     every = (*names, command.state_of) if command.slot_id else names
@@ -67,7 +72,10 @@ def move_from_proto(command: pb.MoveBlocks) -> BlockMove:
         raise IntegrityError(
             f"{len(names)} names of blocks for {len(command.page_ids)} pages, each of {NAME_BYTES} bytes"
         )
+    if command.tier not in {*Tier}:
+        raise IntegrityError(f"there is no tier {command.tier!r}")
     return BlockMove(
+        Tier(command.tier),
         load=command.load,
         names=names,
         page_ids=tuple(command.page_ids),
