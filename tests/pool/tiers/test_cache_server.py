@@ -170,7 +170,7 @@ def test_something_else_under_the_name_is_no_object(
 
 def test_a_server_with_a_password_needs_it(tmp_path: Path) -> None:
     flags = ("--requirepass", "secret", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-    server = RunningServer(tmp_path / "redis", flags, password="secret")
+    server = RunningServer(tmp_path / "valkey", flags, password="secret")
     server.start()
     try:
         without = CacheServer(f"unix://{server.socket_file}", KEY, expire_s=60)
