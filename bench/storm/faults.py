@@ -18,6 +18,7 @@ from baton.cluster import LocalCluster
 from baton.fork_server import ProcessPlaces
 from baton.roles import set_roles
 from bench.storm.adapters import StormAdapters
+from bench.storm.cache_server import StormServer
 from bench.storm.clients import StormClients
 from bench.storm.control import Control
 from bench.storm.schedule import FaultKind, StormFault
@@ -111,6 +112,7 @@ class Equipment:
     disk: SmallDisk
     clients: StormClients
     adapters: StormAdapters | None
+    server: StormServer
 
 
 class Injector:
@@ -130,8 +132,11 @@ class Injector:
     @property
     def possible(self) -> frozenset[FaultKind]:
         """Return the kinds of faults that this machine permits."""
-        impossible = frozenset() if self._equipment.disk.is_there else {FaultKind.DISK}
-        return frozenset(FaultKind) - impossible
+        there = {
+            FaultKind.DISK: self._equipment.disk.is_there,
+            FaultKind.SERVER: self._equipment.server.is_there,
+        }
+        return frozenset(kind for kind in FaultKind if there.get(kind, True))
 
     async def run(self, faults: Sequence[StormFault], start_s: float) -> None:
         await asyncio.gather(*(self._one(fault, start_s) for fault in faults))
@@ -171,6 +176,8 @@ class Injector:
                 )
             case FaultKind.FLUSH:
                 await self._flush()
+            case FaultKind.SERVER:
+                await self._equipment.server.fail(self.done[fault.kind], fault.amount)
             case FaultKind.ROLES:
                 await self._give_roles(fault.victim, FEWER_ROLES[self.done[fault.kind] % 2])
                 await asyncio.sleep(fault.amount)
@@ -220,5 +227,6 @@ class Injector:
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
         self._equipment.disk.empty()
+        self._equipment.server.heal()
         for control in self._equipment.places.controls.values():
             control.reset()

@@ -41,7 +41,7 @@ class StormLayout:
     """Pools and flags of a cluster.
 
     `pools` are fields of `ClusterConfig`. `arithmetic` are flags of workers that change the bits of
-    responses. With `has_disk` workers keep prefix caches on disk. With
+    responses. With `has_disk` workers keep prefix caches on disk, with `has_server` at a server. With
     `limits`, a file of weights and quotas, there are the clients that it names.
     """
 
@@ -50,6 +50,7 @@ class StormLayout:
     router_flags: tuple[str, ...] = (*DRAIN, *PULLS)
     arithmetic: tuple[str, ...] = ()
     has_disk: bool = False
+    has_server: bool = False
     limits: str = ""
     has_all_features: bool = False
 
@@ -97,12 +98,16 @@ def random_layout(seed: int, draft: Path | None, *, may_limit_clients: bool = Tr
     limits = LIMITS if may_limit_clients and dice.random() < 0.5 else ""
     weights = dice.choice(("model", "model", "int8", "int4"))
     router_flags = _random_router_flags(dice, has_clients=limits != "")
+    has_server = not has_data_ranks and dice.random() < 0.4
+    if not has_data_ranks and dice.random() < 0.3:
+        flags = (*flags, "--host-cache-mb", dice.choice(("1", "64")))
     return StormLayout(
         pools,
         flags,
         (*DRAIN, *PULLS, "--policy", policy, *router_flags),
         () if weights == "model" else ("--weights", weights),
         has_disk,
+        has_server,
         limits,
         has_all_features=True,
     )

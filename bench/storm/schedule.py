@@ -19,6 +19,7 @@ class FaultKind(StrEnum):
     CLOCK = "clock"  # the wall clock jumps
     ADAPTER = "adapter"  # an adapter gets another version, on all workers
     FLUSH = "flush"  # all prefix caches are emptied
+    SERVER = "server"  # the cache server dies or freezes for a while, or damages what it has
     ROLES = "roles"  # a worker of both roles serves one of them for a while
 
 
@@ -115,6 +116,7 @@ def _fault(at_s: float, kind: FaultKind, victims: Sequence[str], rng: random.Ran
         FaultKind.STOP: rng.uniform(*STOP_S),
         FaultKind.ROLES: rng.uniform(*STOP_S),
         FaultKind.DISK: DISK_S,
+        FaultKind.SERVER: rng.uniform(*STOP_S),
         FaultKind.CLOCK: rng.choice(CLOCK_JUMPS_S),
     }
     return StormFault(at_s, kind, victim, amounts.get(kind, 0.0))

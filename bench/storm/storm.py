@@ -17,6 +17,7 @@ from baton.cluster_config import ClusterConfig
 from baton.retry import Retry
 from bench.storm import leaks, truth
 from bench.storm.adapters import StormAdapters
+from bench.storm.cache_server import StormServer
 from bench.storm.clients import StormClients
 from bench.storm.faults import Equipment, Injector, SmallDisk, StormPlaces
 from bench.storm.layouts import StormLayout
@@ -62,7 +63,10 @@ class StormConfig:
             **self.layout.pools,
             routers=2,
             listen="127.0.0.1:0",
-            worker_flags=self.layout.flags_of_workers(equipment.folder),
+            worker_flags=(
+                *self.layout.flags_of_workers(equipment.folder),
+                *equipment.server.worker_flags,
+            ),
             router_flags=(*self.layout.router_flags, *equipment.clients.router_flags),
             config_file=settings,
             adapters=None if equipment.adapters is None else equipment.adapters.folder,
@@ -126,20 +130,24 @@ async def run_storm(config: StormConfig) -> Storm:
     with (
         tempfile.TemporaryDirectory(prefix="storm-") as name,
         SmallDisk(Path(name) / "disk") as disk,
+        StormServer(Path(name) / "server", is_wanted=config.layout.has_server) as server,
     ):
         with _environment(**{leaks.MARK: mark}), _temporary_files_in(disk.folder):
-            await _run(config, storm, _equipment(config, Path(name), disk))
+            await _run(config, storm, _equipment(config, Path(name), disk, server))
         storm.num_processes = await _left_running(mark)
     return storm
 
 
-def _equipment(config: StormConfig, folder: Path, disk: SmallDisk) -> Equipment:
+def _equipment(
+    config: StormConfig, folder: Path, disk: SmallDisk, server: StormServer
+) -> Equipment:
     return Equipment(
         folder,
         StormPlaces(folder),
         disk,
         StormClients(config.layout.clients, config.layout.limits, folder / "clients"),
         None if config.adapters is None else StormAdapters(config.adapters, folder / "adapters"),
+        server,
     )
 
 
