@@ -79,6 +79,8 @@ class DeviceRecords:
     def fetched(self, specs: Sequence[CacheSpec], index: int) -> list[memoryview]:
         passage = self._fetching
         host = passage.pieces(specs)
+        # Blocks enter the prefix cache once the step that computes them was launched.
+        passage.copies.settle()
         passage.copy(list(zip(host, self._records(specs, index), strict=True)))
         return [piece.numpy().data for piece in host]
 
@@ -97,7 +99,7 @@ class _Passage:
     """A buffer in host memory and the copies of one thread to or from it."""
 
     def __init__(self, copies: CopyQueue, *, pinned: bool) -> None:
-        self._copies = copies
+        self.copies = copies
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._has_entered = False
@@ -105,7 +107,7 @@ class _Passage:
     def pieces(self, specs: Sequence[CacheSpec]) -> list[Tensor]:
         """Return stretches of the buffer for one record each."""
         if not self._has_entered:
-            self._copies.enter_thread()
+            self.copies.enter_thread()
             self._has_entered = True
         ends = list(accumulate((spec.record_bytes for spec in specs), initial=0))
         if len(self._buffer) < ends[-1]:
@@ -114,6 +116,6 @@ class _Passage:
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy to the first of each pair from the second, and wait until it is over."""
-        ends = [self._copies.copy(target, source) for target, source in pairs]
+        ends = [self.copies.copy(target, source) for target, source in pairs]
         while not all(end.query() for end in ends):
             time.sleep(COPY_POLL_S)

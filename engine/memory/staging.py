@@ -36,6 +36,10 @@ class CopyQueue(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until all is computed that the device was given before."""
+        ...
+
     def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
         """Start a copy of [n] uint8 bytes; one side is pinned, the other on the device."""
         ...
@@ -78,6 +82,9 @@ class CudaCopies:
             raise ConfigError(
                 f"device {self._device} cannot be used for handoffs: {error}", field="device"
             ) from error
+
+    def settle(self) -> None:
+        torch.cuda.default_stream(self._device).synchronize()
 
     def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
         target.copy_(source, non_blocking=True)

@@ -79,6 +79,7 @@ def build_agent(
             on_event=on_event,
             route=route,
             pinned=True,
+            mark=layer_mark(device),
         )
     return TransferAgent(
         memory=pools,
@@ -98,10 +99,12 @@ def build_device_agent(
     on_event: Callable[[StageSessionEvent], None],
     pinned: bool,
     route: Route = Route.PINNED,
+    mark: LayerMark | None = None,
 ) -> TransferAgent:
     """Return an agent for pools that are accessible only through `copies`.
 
-    Its thread enters the device before it does anything else.
+    Its thread enters the device before it does anything else. Without `mark` cached entries are
+    taken as computed.
     """
     clock = SystemClock()
     buffer_bytes = max_message_bytes(pools.geometry)
@@ -118,6 +121,7 @@ def build_device_agent(
         on_event=on_event,
         transport=DeviceTransport(transport, staging, clock, route=route),
         on_thread_start=staging.enter_thread,
+        mark=mark or (lambda: None),
     )
 
 

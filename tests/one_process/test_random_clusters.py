@@ -8,6 +8,8 @@ again.
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from baton.client import AsyncBatonClient
 from engine.core.numerics import WeightFormat
 from engine.core.request import Request, SamplingParams
 from engine.speculative.contracts.config import SUFFIX
+from tests.support.cache_servers import running_server
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -91,6 +94,22 @@ def drawn(dice: random.Random, folder: Path) -> Drawn:
     for role in roles:
         found.layout[role] = {**found.layout.get(role, {}), **_drawn_pool(dice, found, role)}
     return found
+
+
+@asynccontextmanager
+async def drawn_tiers(
+    dice: random.Random, cluster: Drawn, folder: Path
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield settings of tiers other than the disk, with their server."""
+    if any("dp_attention" in part for part in cluster.layout.values() if isinstance(part, dict)):
+        yield {}
+        return
+    found = {"host_cache_mb": dice.choice((1, 64))} if dice.random() < 0.3 else {}
+    if dice.random() < 0.3:
+        with running_server(folder) as server:
+            yield found | server.settings
+    else:
+        yield found
 
 
 def _draw_limits(dice: random.Random, found: Drawn, page_size: int) -> None:
@@ -195,7 +214,10 @@ async def test_any_cluster_gives_the_bits_of_one_process(
     )
     prompts = first_prompts(dice)
     adapters = dice.choices(cluster.adapters, k=NUM_CONVERSATIONS)
-    async with cluster_in_process(model, **cluster.layout, **cluster.settings) as client:
+    async with (
+        drawn_tiers(random.Random(-seed - 1), cluster, tmp_path) as tiers,
+        cluster_in_process(model, **cluster.layout, **cluster.settings, **tiers) as client,
+    ):
         for turn in range(NUM_TURNS):
             requests = [
                 Request(

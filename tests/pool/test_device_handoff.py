@@ -21,6 +21,7 @@ from testing.memory_transport import MemoryNetwork
 from tests.support.device.device_memory import DeviceStage, HandCopies, HandEvent
 from tests.support.kernels.batches import Row, make_batch
 from tests.support.transfer.handoff import hybrid_specs, wait_until
+from transfer.agent.agent import AgentLimits
 from transfer.plan.copy_plan import MAX_RUN_BYTES
 from transfer.plan.handoff_terms import StageSessionState
 
@@ -56,6 +57,41 @@ def test_a_batch_s_layer_is_marked_once_and_released_after_its_mark() -> None:
         event.passed = True
     dest.log.wait("s", StageSessionState.COMPLETE)
     assert source.bytes_of([1, 2]) == dest.bytes_of([5, 4])
+    for stage in (source, dest):
+        assert stage.agent.shutdown(5.0)
+        assert stage.staging.num_lent == 0
+
+
+@pytest.mark.parametrize("end", ["passed", "closed", "overdue"])
+def test_cached_entries_wait_for_the_device(end: str) -> None:
+    """A block is cached once the step that computes it is launched, and may be lent at once."""
+    event, network = HandEvent(), MemoryNetwork()
+    source = DeviceStage(
+        "lender",
+        network.transport(SystemClock()),
+        hybrid_specs(4),
+        limits=AgentLimits(layer_s=0.2 if end == "overdue" else 30.0),
+        mark=lambda: event,
+    )
+    dest = DeviceStage("borrower", network.transport(SystemClock()), hybrid_specs(4))
+    source.randomize(1)
+    terms = source.terms([1, 2], 8)
+    destination = dest.destination(terms, [5, 4])
+    dest.agent.open_receive(terms, destination)
+    dest.log.wait("s", StageSessionState.OPEN)
+    source.agent.send_cached(terms, destination)
+    wait_until(lambda: event.num_queries >= 3)
+    assert source.copies.num_copies == 0
+    if end == "passed":
+        event.passed = True
+        dest.log.wait("s", StageSessionState.COMPLETE)
+        assert source.bytes_of([1, 2]) == dest.bytes_of([5, 4])
+    elif end == "overdue":
+        source.log.wait("s", StageSessionState.FAILED)
+    source.agent.close("s")
+    source.log.wait("s", StageSessionState.DRAINED)
+    event.passed = True
+    assert source.agent.stats().num_waiting_layers == 0
     for stage in (source, dest):
         assert stage.agent.shutdown(5.0)
         assert stage.staging.num_lent == 0

@@ -93,9 +93,11 @@ class TransferAgent:
         on_event: Callable[[StageSessionEvent], None],
         limits: AgentLimits | None = None,
         on_thread_start: Callable[[], None] = lambda: None,
+        mark: Callable[[], DeviceEvent | None] = lambda: None,
     ) -> None:
         """Create the agent.
 
+        `mark` returns an event after the work that a device was given until now, for any thread.
         `on_thread_start` prepares the agent's thread before its first step: for pools on a device,
         the thread needs a context of it. `start` raises its errors.
         """
@@ -112,6 +114,7 @@ class TransferAgent:
         )
         self._commands: deque[Callable[[], None]] = deque()
         self._on_thread_start = on_thread_start
+        self._mark = mark
         self._has_started = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
@@ -130,12 +133,8 @@ class TransferAgent:
     @property
     def endpoint(self) -> StageEndpoint:
         """Return this stage as an entry of `SourceTerms.stages` and `DestinationTerms.stages`."""
-        return StageEndpoint(
-            self._memory.geometry.layers,
-            self._address,
-            self._incarnation,
-            self._memory.geometry.tensor,
-        )
+        here = self._memory.geometry
+        return StageEndpoint(here.layers, self._address, self._incarnation, here.tensor)
 
     @property
     def failure(self) -> BaseException | None:
@@ -203,8 +202,9 @@ class TransferAgent:
         self._submit(lambda: self._open_send(request_key, source, destination))
 
     def send_cached(self, source: SourceTerms, destination: DestinationTerms) -> None:
-        """Send items of cached entries, which are final already; `close` ends it."""
-        self._submit(lambda: self._send_cached(source, destination))
+        """Send items of cached entries, all of which have been launched; `close` ends it."""
+        after = self._mark()
+        self._submit(lambda: self._send_cached(source, destination, after))
 
     def close(self, session_id: str) -> None:
         """Release (after COMPLETE) or abort (before) a session.
@@ -310,11 +310,10 @@ class TransferAgent:
             self._ended(operation)
         for sender, operation in self._window.pump():
             self._transfers.started(sender, operation)
-        wait_s = self._transfers.sweep(IDLE_WAIT_S)
+        longest_s = DEVICE_WAIT_S if self._prompts.num_waiting else IDLE_WAIT_S
+        wait_s = self._transfers.sweep(longest_s)
         if not ended and not was_busy:
-            self._transport.wait(
-                min(wait_s, DEVICE_WAIT_S) if self._prompts.num_waiting else wait_s
-            )
+            self._transport.wait(wait_s)
 
     def _ended(self, operation: Operation) -> None:
         self._window.ended(operation)
@@ -383,11 +382,12 @@ class TransferAgent:
         if self._prompts.is_closed(request_key):
             self._transfers.close_transfer(transfer)  # its closing call has come already
 
-    def _send_cached(self, source: SourceTerms, destination: DestinationTerms) -> None:
+    def _send_cached(
+        self, source: SourceTerms, destination: DestinationTerms, after: DeviceEvent | None
+    ) -> None:
         transfer = self._sender(source, destination, PromptTransfer(source.num_tokens))
         self._transfers.open(transfer)
-        if isinstance(transfer, Sender):
-            transfer.release_all()
+        self._prompts.release_all(transfer, after)
 
     def _close(self, session_id: str) -> None:
         self._transfers.close(session_id)

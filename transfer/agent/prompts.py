@@ -160,6 +160,15 @@ class PromptTransfer:
     error: BatonError | None = None
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A transfer of cached entries that a device may still compute."""
+
+    transfer: Sender
+    after: DeviceEvent
+    deadline_s: float
+
+
 class PromptTransfers:
     """Table of prompts. Belongs to the agent's thread.
 
@@ -175,6 +184,9 @@ class PromptTransfers:
         self._gate = LayerGate(clock, limit=max_waiting, timeout_s=layer_s)
         self._by_key: dict[int, PromptTransfer] = {}
         self._closed = Tombstones[int]()
+        self._held: list[_Held] = []  # transfers of cached entries
+        self._clock = clock
+        self._layer_s = layer_s
 
     @property
     def num_open(self) -> int:
@@ -183,8 +195,8 @@ class PromptTransfers:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of layers that were launched on the device and may not be done."""
-        return self._gate.num_waiting
+        """Return the number of layers and cached entries that the device may not be done with."""
+        return self._gate.num_waiting + len(self._held)
 
     def expect(self, request_key: int, num_tokens: int | None) -> PromptTransfer:
         """Return the prompt of a request, which is created if it is new.
@@ -211,11 +223,22 @@ class PromptTransfers:
         except HandoffError as error:
             self._fail(layer.request_key, error)
 
+    def release_all(self, transfer: StageTransfer, after: DeviceEvent | None) -> None:
+        """Release all layers of a transfer, after the event if there is one."""
+        if not isinstance(transfer, Sender):
+            return
+        if after is None or after.query():
+            transfer.release_all()
+        else:
+            self._held.append(_Held(transfer, after, self._clock.now() + self._layer_s))
+
     def poll(self) -> bool:
         """Release the layers that the device has done, and fail the overdue ones.
 
         Returns whether there were any.
         """
+        if self._held:
+            self._poll_held()
         passed = self._gate.passed()
         overdue = self._gate.overdue()
         for layer in passed:
@@ -224,7 +247,22 @@ class PromptTransfers:
             self._fail(request_key, error)
         return bool(passed or overdue)
 
+    def _poll_held(self) -> None:
+        now, still = self._clock.now(), []
+        for held in self._held:
+            if held.after.query():
+                held.transfer.release_all()
+            elif now >= held.deadline_s:
+                error = HandoffError(
+                    f"the device was not done with cached entries in {self._layer_s} s"
+                )
+                self._transfers.fail(held.transfer, error)
+            else:
+                still.append(held)
+        self._held = still
+
     def forget_session(self, session_id: str) -> None:
+        self._held = [each for each in self._held if each.transfer.session_id != session_id]
         for prompt in self._by_key.values():
             prompt.transfers = [
                 transfer for transfer in prompt.transfers if transfer.session_id != session_id
@@ -240,6 +278,7 @@ class PromptTransfers:
 
     def clear(self) -> None:
         self._gate.clear()
+        self._held.clear()
         self._by_key.clear()
         self._closed.clear()
 

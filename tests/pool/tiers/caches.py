@@ -65,9 +65,13 @@ class HostCopies:
 
     def __init__(self) -> None:
         self.num_entered = 0
+        self.num_settled = 0
 
     def enter_thread(self) -> None:
         self.num_entered += 1
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> "HostCopies.Event":
         assert self.num_entered == 1
@@ -132,7 +136,7 @@ def holds(pools: StagePools, number: int, index: int, *, paged: bool) -> bool:
     geometry = pools.geometry
     return all(
         np.array_equal(
-            pools.of_kind(spec.kind)[spec.layer_id][index].numpy(),
+            pools.of_kind(spec.kind)[spec.layer_id][index].cpu().numpy(),
             part_of(spec, value(spec, number), geometry.tensor).numpy(),
         )
         for spec in specs()

@@ -21,6 +21,7 @@ from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
 from runtime.clock import SystemClock
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import AgentLimits, TransferAgent
+from transfer.agent.prompts import DeviceEvent
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.transport.authenticator import new_key
@@ -54,6 +55,9 @@ class HandCopies:
 
     def enter_thread(self) -> None:
         self.num_threads += 1
+
+    def settle(self) -> None:
+        pass
 
     def copy(self, target: Tensor, source: Tensor) -> "_Copy":
         self.num_copies += 1
@@ -133,6 +137,7 @@ class DeviceStage:
         copy_limit_s: float = 10.0,
         device: torch.device = HOST,
         route: Route = Route.PINNED,
+        mark: Callable[[], DeviceEvent | None] = lambda: None,
     ) -> None:
         """Create the stage. `device` is a real one, which then makes its own copies.
 
@@ -166,6 +171,7 @@ class DeviceStage:
             on_event=self.log,
             limits=limits,
             on_thread_start=self.staging.enter_thread,
+            mark=mark,
         )
         self._nonces = count(1000)
         self.agent.start()
