@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -120,6 +121,38 @@ def test_all_workers_share_a_claim(name: str, *, is_read_only: bool) -> None:
     for pod in pod_kinds(documents):
         if pod not in workers:
             assert f"--{name}" not in pod.container["args"]
+
+
+def test_all_workers_and_nothing_else_use_the_cache_server() -> None:
+    documents = example("cache-server")
+    pods, policies = pod_kinds(documents), of_kind(documents, "NetworkPolicy")
+    (server,) = [pod for pod in pods if pod.name == "cache-server"]
+    (service,) = [
+        each
+        for each in of_kind(documents, "Service")
+        if selects({"matchLabels": each["spec"]["selector"]}, server.labels)
+    ]
+    ((port,), (listens,)) = service["spec"]["ports"], server.container["ports"]
+    assert port["port"] == listens["containerPort"] == 6379
+    workers = {pod.name for pod in pods if pod.role in {"prefill", "decode"}}
+    assert len(workers) == 3
+    for pod in pods:
+        flags = pod.container.get("args", [])
+        assert ("--cache-server" in flags) is (pod.name in workers)
+        opened = allowed(policies, pod, server, "egress") & allowed(
+            policies, server, pod, "ingress"
+        )
+        assert opened == ({(6379, 6379)} if pod.name in workers else set())
+        assert not allowed(policies, server, pod, "egress")
+        if pod.name in workers:
+            url = urlsplit(flags[flags.index("--cache-server") + 1])
+            assert (url.hostname, url.port) == (service["metadata"]["name"], port["port"])
+            (mount,) = [
+                each for each in pod.container["volumeMounts"] if each["name"] == "cache-server-key"
+            ]
+            assert flags[flags.index("--cache-server-key") + 1] == f"{mount['mountPath']}/key"
+    limit = server.container["resources"]["limits"]["memory"]
+    assert limit == "1200Mi", "more than its maxmemory of 1 GiB"
 
 
 def test_two_models_in_one_namespace_do_not_meet() -> None:

@@ -62,6 +62,9 @@ metadata:
 {{- if and $values.diskCache.claim (include "baton.isWorker" .name) -}}
 {{- $args = concat $args (list "--disk-cache" "/var/cache/baton-disk") -}}
 {{- end -}}
+{{- if and $values.cacheServer.url (include "baton.isWorker" .name) -}}
+{{- $args = concat $args (list "--cache-server" $values.cacheServer.url "--cache-server-key" "/etc/baton-cache/key") -}}
+{{- end -}}
 {{- if and $values.adapters.claim (include "baton.isWorker" .name) -}}
 {{- $args = concat $args (list "--adapters" "/adapters") -}}
 {{- end -}}
@@ -231,6 +234,11 @@ annotations:
 - name: disk-cache
   mountPath: /var/cache/baton-disk
 {{- end }}
+{{- if and $values.cacheServer.url (include "baton.isWorker" .name) }}
+- name: cache-server-key
+  mountPath: /etc/baton-cache
+  readOnly: true
+{{- end }}
 {{- if and $values.adapters.claim (include "baton.isWorker" .name) }}
 - name: adapters
   mountPath: /adapters
@@ -304,6 +312,12 @@ annotations:
 - name: disk-cache
   persistentVolumeClaim:
     claimName: {{ $values.diskCache.claim }}
+{{- end }}
+{{- if and $values.cacheServer.url (include "baton.isWorker" .name) }}
+- name: cache-server-key
+  secret:
+    secretName: {{ $values.cacheServer.keySecret }}
+    defaultMode: 0440
 {{- end }}
 {{- if and $values.adapters.claim (include "baton.isWorker" .name) }}
 - name: adapters

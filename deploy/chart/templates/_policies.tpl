@@ -51,6 +51,11 @@ ports:
     endPort: 7363
 {{- end }}
 
+{{- define "baton.redisPort" -}}
+ports:
+  - port: 6379
+{{- end }}
+
 {{/* The head of a policy: a dict of root and name. */}}
 {{- define "baton.policy" -}}
 apiVersion: networking.k8s.io/v1
