@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from pool.tiers.block_store import Tier
 from pool.tiers.stage_blocks import BlockMove, StageBlocks
@@ -19,12 +20,7 @@ async def move_blocks(own: StageBlocks, move: BlockMove) -> int:
     It always waits for the end, because the thread may use their memory until then.
     """
     executor = own.reading if move.load else own.writing
-    work = asyncio.get_running_loop().run_in_executor(executor, own.move, move)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
+    return await own.run(executor, partial(own.move, move))
 
 
 async def settle(tiers: Mapping[Tier, StageBlocks]) -> None:

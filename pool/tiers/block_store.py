@@ -140,6 +140,10 @@ class BlockStore(Protocol):
         """Remove a damaged object, if it is there."""
         ...
 
+    def interrupt(self) -> None:
+        """Have a call that goes on for too long fail, if that is possible."""
+        ...
+
     def close(self) -> None:
         """Release what it holds of this process. Nothing is called afterwards."""
         ...

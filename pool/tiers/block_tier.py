@@ -128,13 +128,11 @@ class BlockTier:
     async def offer(
         self, names: Sequence[bytes], num_cached: int
     ) -> AsyncGenerator["_TierBlocks", None]:
-        num_known = await self._events.run_in_executor(
-            self.own.reading, self._num_known, names[num_cached:]
+        missing, has_states = names[num_cached:], self.cache.has_states
+        num_known = await self.own.run(
+            self.own.reading, lambda: self.own.num_known(missing, with_state=has_states)
         )
         yield _TierBlocks(self, num_known)
-
-    def _num_known(self, names: Sequence[bytes]) -> int:
-        return self.own.num_known(names, with_state=self.cache.has_states)
 
     def _refresh(self, names: tuple[bytes, ...]) -> None:
         """Note in the tier that memory has these blocks, so that they are not the first to go."""

@@ -109,13 +109,11 @@ class CacheServer:
     def check(self) -> None:
         """Look how much memory the server has, and warn if it cannot bound itself."""
         self._looked_s = time.monotonic()
-        nothing: dict[str, object] = {}
-        found = self._ask("looked at", lambda: self._client.info("memory"), nothing)
-        if not found:
+        found = self._ask("looked at", self._memory, None)
+        if found is None:
             return
-        self.num_bytes = int(str(found.get("used_memory", 0)))
-        before, self.max_bytes = self.max_bytes, int(str(found.get("maxmemory", 0)))
-        policy = str(found.get("maxmemory_policy", ""))
+        before = self.max_bytes
+        self.num_bytes, self.max_bytes, policy = found
         if before:
             return
         logger.info("blocks are also kept at the cache server %s", self._where)
@@ -130,7 +128,7 @@ class CacheServer:
 
     def parts(self, blocks: Sequence[bytes], content: Content) -> Iterator[Collection[StagePart]]:
         for some in _batches(blocks):
-            nothing: list[Collection[bytes]] = [()] * len(some)
+            nothing: list[list[bytes]] = [[]] * len(some)
             for found in self._ask("asked", partial(self._labels, some), nothing):
                 yield parts_among((label.decode(errors="replace") for label in found), content)
 
@@ -152,17 +150,31 @@ class CacheServer:
     def remove(self, key: ObjectKey) -> None:
         self._ask("removed", lambda: self._client.hdel(self._name(key.block), key.label), 0)
 
+    def interrupt(self) -> None:
+        """Close all connections, also one on which the server sends a byte from time to time."""
+        self._client.connection_pool.disconnect()
+
     def close(self) -> None:
         self._client.close()
 
     def _name(self, block: bytes) -> str:
         return self._space + block.hex()
 
-    def _labels(self, blocks: Sequence[bytes]) -> list[Collection[bytes]]:
+    def _memory(self) -> tuple[int, int, str]:
+        """Return how many bytes are used, how many may be (0: any number), and the policy then."""
+        found = self._client.info("memory")
+        try:
+            sizes = int(found["used_memory"]), int(found["maxmemory"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise redis.InvalidResponse(f"no sizes in INFO: {error!r}") from error
+        return *sizes, str(found.get("maxmemory_policy", ""))
+
+    def _labels(self, blocks: Sequence[bytes]) -> list[list[bytes]]:
         asked = self._client.pipeline(transaction=False)
         for block in blocks:
             asked.hkeys(self._name(block))
-        return asked.execute()
+        found: list[object] = asked.execute()
+        return [_names(labels) for labels in found]
 
     def _touch(self, blocks: Sequence[bytes]) -> None:
         asked = self._client.pipeline(transaction=False)
@@ -173,6 +185,8 @@ class CacheServer:
     def _read(self, key: ObjectKey, pieces: Sequence[memoryview]) -> int | None:
         name = self._name(key.block)
         size = self._client.hstrlen(name, key.label)
+        if not isinstance(size, int):
+            raise redis.InvalidResponse("HSTRLEN returned no number")
         if size != sum(map(len, pieces)):
             return size or None  # a larger one is not even asked for
         content = self._client.hget(name, key.label)
@@ -214,3 +228,9 @@ class CacheServer:
 def _batches(blocks: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     for start in range(0, len(blocks), LOOKED_UP):
         yield blocks[start : start + LOOKED_UP]
+
+
+def _names(reply: object) -> list[bytes]:
+    if not isinstance(reply, list) or not all(isinstance(name, bytes) for name in reply):
+        raise redis.InvalidResponse("HKEYS returned no names")
+    return reply

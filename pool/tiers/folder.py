@@ -125,6 +125,9 @@ class CacheFolder:
         """Add up the files, and remove the oldest until there is room for what comes next."""
         self._check()
 
+    def interrupt(self) -> None:
+        """Do nothing: the kernel ends a call when the disk answers."""
+
     def close(self) -> None:
         """Do nothing: the files outlive the process."""
 

@@ -69,6 +69,9 @@ class MemoryStore:
         with self._lock:
             self._remove((key.block, key.label))
 
+    def interrupt(self) -> None:
+        """Do nothing: no call waits."""
+
     def close(self) -> None:
         with self._lock:
             self._objects.clear()

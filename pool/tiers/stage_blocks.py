@@ -4,10 +4,12 @@ A block may have been stored by stages with other layers, or by other numbers of
 part of this stage is put together from theirs, as in a handoff (`engine.memory.layout.stretches`).
 """
 
+import asyncio
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.kernels.host.codegen.one_thread import stand_back, use_one_thread
@@ -19,6 +21,9 @@ from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LIMIT_S = 30.0  # seconds after which a call is interrupted
 AHEAD = 2  # blocks from the one that is read to the one that is prefetched
 
 
@@ -65,6 +70,21 @@ class StageBlocks:
     @property
     def bytes_per_block(self) -> int:
         return self._layout(Content.PAGE, self._part).starts[-1]
+
+    async def run(self, executor: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        """Return what a call on one of the threads returns, which uses the place.
+
+        It waits for the end even if it is cancelled, because the thread may use memory until then. A
+        call that goes on for `LIMIT_S` is interrupted.
+        """
+        work = asyncio.get_running_loop().run_in_executor(executor, call)
+        try:
+            while not (await asyncio.wait([work], timeout=LIMIT_S))[0]:
+                self.store.interrupt()
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
+        return work.result()
 
     def num_known(self, names: Sequence[bytes], *, with_state: bool) -> int:
         """Return how many of these blocks, from the first on, are there for this stage.

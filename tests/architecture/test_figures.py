@@ -457,6 +457,10 @@ WORDS = [
     (PREFIX, "silent for ten seconds", "pool/pulls/lender.py:MESSAGE_S", 10),
     (PREFIX, "which may take a minute", "pool/pulls/lender.py:LOAN_S", 60),
     (PREFIX, "At most eight prompts pull", "pool/prefix/block_reads.py:MAX_READS", 8),
+    (PREFIX, "sends nothing for two seconds", "pool/tiers/cache_server.py:SILENT_S", 2),
+    (PREFIX, "takes more than 30 for a prompt", "pool/tiers/stage_blocks.py:LIMIT_S", 30),
+    (PREFIX, "is left alone for ten", "pool/tiers/cache_server.py:AVOID_S", 10),
+    (PREFIX, "does not answer within 30 seconds", "pool/tiers/block_tier.py:READ_LIMIT_S", 30),
     (PREFIX, "a half before the first", "router/workers/holders.py:UNSEEN_PULL_COST", 0.5),
     (
         "docs/roles.md",
