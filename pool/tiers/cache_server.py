@@ -102,6 +102,7 @@ class CacheServer:
         self._where = urlsplit(url)._replace(query="").geturl().rpartition("@")[2]
         self._lock = threading.Lock()
         self._avoided: dict[str, float] = {}  # what failed, until this time
+        self._failing: set[str] = set()  # what failed the last time
         self._looked_s = 0.0
         self.num_bytes = 0
         self.max_bytes = 0
@@ -211,18 +212,29 @@ class CacheServer:
             if time.monotonic() < self._avoided.get(kind, 0.0):
                 return default
         try:
-            return call()
+            found = call()
         except (redis.RedisError, OSError) as error:
-            with self._lock:
-                self._avoided[kind] = time.monotonic() + AVOID_S
-            logger.warning(
-                "the cache server %s cannot be %s, and is left alone for %g s: %s",
-                self._where,
-                what,
-                AVOID_S,
-                error,
-            )
+            self._failed(kind, what, error)
             return default
+        if kind in self._failing:
+            self._failing.discard(kind)
+            logger.info("the cache server %s can be %s again", self._where, what)
+        return found
+
+    def _failed(self, kind: str, what: str, error: Exception) -> None:
+        """Leave the server alone for a while, and say so when it begins to fail."""
+        with self._lock:
+            self._avoided[kind] = time.monotonic() + AVOID_S
+            is_new = kind not in self._failing
+            self._failing.add(kind)
+        logger.log(
+            logging.WARNING if is_new else logging.DEBUG,
+            "the cache server %s cannot be %s, and is left alone for %g s: %s",
+            self._where,
+            what,
+            AVOID_S,
+            error,
+        )
 
 
 def _batches(blocks: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
