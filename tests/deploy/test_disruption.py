@@ -13,6 +13,7 @@ from tests.deploy.test_examples import FOLDERS, example
 # a label that the controller gives all pods of one group
 GROUP_KEY = "leaderworkerset.sigs.k8s.io/group-key"
 HOST = "kubernetes.io/hostname"
+SINGLE = {"planner", "cache-server"}
 RENDERED = [*OVERLAYS, *FOLDERS]
 
 
@@ -22,8 +23,8 @@ def documents(request: pytest.FixtureRequest) -> list[Document]:
 
 
 def several(documents: list[Document]) -> list[PodKind]:
-    """Return the kinds of pods of which there can be several: all but the planner."""
-    return [pod for pod in pod_kinds(documents) if pod.role != "planner"]
+    """Return the kinds of pods of which there can be several."""
+    return [pod for pod in pod_kinds(documents) if pod.role not in SINGLE]
 
 
 @dataclass(frozen=True)
