@@ -6,6 +6,7 @@ part of this stage is put together from theirs, as in a handoff (`engine.memory.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+QUIET_S = 10.0  # seconds between two warnings of damage
 LIMIT_S = 30.0  # seconds after which a call is interrupted
 AHEAD = 2  # blocks from the one that is read to the one that is prefetched
 
@@ -62,6 +64,8 @@ class StageBlocks:
         self._memory = memory
         self._key = key
         self._part = StagePart.of(memory.geometry)
+        self._num_damaged = 0
+        self._quiet_until_s = 0.0
         self._layouts: dict[tuple[Content, StagePart], PartLayout] = {}
         self.reading = ThreadPoolExecutor(1, "tier-read", initializer=use_one_thread)
         self.writing = ThreadPoolExecutor(1, "tier-write", initializer=stand_back)
@@ -181,13 +185,22 @@ class StageBlocks:
             self._key is None or layout.is_intact(key.block, pieces, self._key)
         ):
             return True
+        self._report_damage(key)
+        self.store.remove(key)
+        return False
+
+    def _report_damage(self, key: ObjectKey) -> None:
+        """Log a damaged object, unless one was logged just now: there may be thousands."""
+        self._num_damaged += 1
+        if time.monotonic() < self._quiet_until_s:
+            return
+        self._quiet_until_s = time.monotonic() + QUIET_S
         logger.warning(
-            "a copy of a block is damaged, and is not used: %s of block %s",
+            "copies of blocks are damaged and not used, %d until now; the latest is %s of block %s",
+            self._num_damaged,
             key.label,
             key.block.hex(),
         )
-        self.store.remove(key)
-        return False
 
     def _compose(self, name: bytes, content: Content, records: Sequence[memoryview]) -> bool:
         """Fill the records of this stage's part from objects of other parts."""

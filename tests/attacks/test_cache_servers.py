@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,16 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.layer_range import LayerRange, TensorRank
 from engine.core.request import Request, SamplingParams
 from pool.tiers import block_tier, cache_server, stage_blocks
+from pool.tiers.block_store import Content, ObjectKey, StagePart
+from pool.tiers.cache_server import CacheServer
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.models.checkpoints import make_checkpoint
+from tests.support.network.authority import Authority
 
 PAGE = 16
 PROMPT = tuple(random.Random(3).choices(range(3, 256), k=200))
 QUESTION = Request("q", PROMPT, 8, SamplingParams(temperature=0.0), num_top_logprobs=0)
+OBJECT = ObjectKey(bytes(16), Content.PAGE, StagePart(LayerRange(0, 1), TensorRank()))
 ENDS_S = 45.0  # for a cluster to answer and to end; less than the longest lie
 
 Answer = Callable[[asyncio.StreamWriter, list[bytes]], Awaitable[None]]
@@ -80,10 +86,10 @@ async def _command(reader: asyncio.StreamReader) -> list[bytes]:
 
 
 @asynccontextmanager
-async def listening(server: LyingServer) -> AsyncIterator[str]:
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as running:
+async def listening(server: LyingServer, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls) as running:
         host, port = running.sockets[0].getsockname()
-        yield f"redis://{host}:{port}"
+        yield f"{'redis' if tls is None else 'rediss'}://{host}:{port}"
 
 
 async def trickle(writer: asyncio.StreamWriter, words: list[bytes]) -> None:
@@ -161,3 +167,26 @@ async def test_a_server_changes_no_answer_and_holds_nothing_up(
                 await asyncio.sleep(0.2)
                 await client.flush_caches()
     assert server.num_lies
+
+
+async def test_over_tls_both_ends_need_certificates_of_the_authority(tmp_path: Path) -> None:
+    authority, stranger = Authority(), Authority("a stranger")
+    own = authority.files(tmp_path / "server", "cache-server")
+    client = authority.files(tmp_path / "client", "worker")
+    strange = stranger.files(tmp_path / "stranger", "worker")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=own.ca)
+    tls.load_cert_chain(str(own.cert), str(own.key))
+    tls.verify_mode = ssl.CERT_REQUIRED
+    stored = {}
+    async with listening(LyingServer(), tls) as url:
+        for name, options in {
+            "as it should be": f"ssl_ca_certs={own.ca}&ssl_certfile={client.cert}&ssl_keyfile={client.key}",
+            "no certificate": f"ssl_ca_certs={own.ca}",
+            "a stranger's": f"ssl_ca_certs={own.ca}&ssl_certfile={strange.cert}&ssl_keyfile={strange.key}",
+            "another authority": f"ssl_ca_certs={strange.ca}&ssl_certfile={client.cert}&ssl_keyfile={client.key}",
+            "the system's authorities": f"ssl_certfile={client.cert}&ssl_keyfile={client.key}",
+        }.items():
+            store = CacheServer(f"{url}?{options}", bytes(range(32)), expire_s=60)
+            stored[name] = await asyncio.to_thread(store.put, OBJECT, (memoryview(b"bytes"),))
+            await asyncio.to_thread(store.close)
+    assert stored == dict.fromkeys(stored, False) | {"as it should be": True}

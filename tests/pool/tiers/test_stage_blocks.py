@@ -134,7 +134,9 @@ def test_files_with_other_names_are_passed_over(name: str, place: Place, tmp_pat
     assert blocks.move(READ) == 0
 
 
-def test_blocks_before_a_damaged_one_are_read(any_place: Place) -> None:
+def test_blocks_before_a_damaged_one_are_read(
+    any_place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     write(any_place, layout(1, 1))
     blocks, pools = any_place.stage(LayerRange(0, 5), TensorRank())
     store, part = any_place.store, StagePart.of(pools.geometry)
@@ -144,6 +146,8 @@ def test_blocks_before_a_damaged_one_are_read(any_place: Place) -> None:
         assert store.put(key, (pieces[:-1],))
     assert blocks.move(replace(READ, page_ids=(4, 5, 6))) == 1
     assert holds(pools, 1, 4, paged=True)
+    warned = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert len(warned) == 1, "though two are damaged"
     assert blocks.num_known(NAMES, with_state=False) == 1
     there = [list(parts) for parts in store.parts(NAMES, Content.PAGE)]
     assert there == [[part], [], []], "damaged objects are removed, also later ones"
