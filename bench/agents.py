@@ -1,10 +1,10 @@
-"""`python -m bench.agents TRACE`: recorded agents on a cluster with a disk cache, with sessions, and
-with neither.
+"""`python -m bench.agents TRACE`: recorded agents on a cluster with a disk cache, with a cache server,
+with sessions, and with none of them.
 
 TRACE is a folder of agents' conversations (`baton.agent_traces`), whose lengths are divided by
 --shrink. The first turns of --conversations of at least --turns turns, which begin at --rate a
 second, are replayed on a prefill and a decode worker. A worker's memory holds 1 / --working-set of
-all that the conversations leave. Fresh clusters with a disk cache and without alternate, or loads
+all that the conversations leave. Fresh clusters with a tier and without alternate, or loads
 that name the conversations' sessions and loads that do not; a ratio is the median over --pairs of
 them.
 
@@ -12,12 +12,13 @@ them.
     token_p90_ratio   time of a whole request by its tokens, likewise
     miss_rate_ratio   requests a second when prompts of these lengths that no cache has come at once
 
+    server_ttft_p90_ratio, server_token_p90_ratio        the same with and without a cache server
     sessions_ttft_p90_ratio, sessions_token_p90_ratio    the same with and without sessions
 
 For the miss rate, both clusters take turns with --batch requests each, --rounds times.
 
 Bars: `ttft_p90_ratio` at most 0.35, `miss_rate_ratio` at least 0.98, `sessions_ttft_p90_ratio` at
-most 1. `--parts` selects from: agents, sessions, misses.
+most 1. `--parts` selects from: agents, server, sessions, misses. The server is that of `--server`.
 """
 
 import argparse
@@ -28,13 +29,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig, demo_model
@@ -49,6 +50,7 @@ from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import OtherLoad, Value
 from engine.memory.layout import bytes_per_page, bytes_per_slot
 from models.loader import read_model
+from transfer.transport.authenticator import new_key
 
 BARS = {
     "ttft_p90_ratio": (0.0, 0.35),
@@ -90,9 +92,26 @@ def left_tokens(load: Sequence[Planned]) -> int:
     return rest + sum(blocks.values())
 
 
+@contextmanager
+def empty_tier(flags: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the cluster's settings of an empty tier: the disk, the server, or none of this name."""
+    if name == "disk":
+        folder = flags.folder / "disk"
+        shutil.rmtree(folder, ignore_errors=True)
+        yield {"disk_cache": folder}
+        shutil.rmtree(folder)
+    elif name == "server":
+        with tempfile.NamedTemporaryFile() as key:  # with a key of its own nothing is there
+            key.write(new_key())
+            key.flush()
+            yield {"cache_server": flags.server, "cache_server_key": Path(key.name)}
+    else:
+        yield {}
+
+
 @asynccontextmanager
 async def fresh_cluster(
-    flags: argparse.Namespace, memory_mb: int, disk: Path | None
+    flags: argparse.Namespace, memory_mb: int, tiers: Mapping[str, Any]
 ) -> AsyncIterator[AsyncBatonClient]:
     """Run a warm cluster with nothing in its caches."""
     config = ClusterConfig(
@@ -101,30 +120,39 @@ async def fresh_cluster(
         max_context=MAX_CONTEXT,
         listen="127.0.0.1:0",
         log_level="warning",
-        disk_cache=disk,
+        **tiers,
         worker_flags=("--page-size", str(flags.page_size)),
     )
-    if disk is not None:
-        shutil.rmtree(disk, ignore_errors=True)
     async with running_cluster(config) as (_, client):
         warm_up = [Planned(0.0, flags.page_size, 4)] * 2
         info = await client.model_info()
         await run_load(client, make_queries(info, warm_up, seed=1), [0.0, 1.0])
         yield client
-    if disk is not None:
-        shutil.rmtree(disk)
 
 
 async def replayed(
     load: Sequence[Planned],
     flags: argparse.Namespace,
     memory_mb: int,
-    disk: Path | None,
+    what: str,
+) -> tuple[Mapping[str, float | None], float]:
+    """Return the figures of the load on a fresh cluster, and the share of cached tokens.
+
+    `what` is the name of a tier, or sessions, or none.
+    """
+    with empty_tier(flags, what) as tiers:
+        return await _replayed(load, flags, memory_mb, tiers, names_sessions=what == "sessions")
+
+
+async def _replayed(
+    load: Sequence[Planned],
+    flags: argparse.Namespace,
+    memory_mb: int,
+    tiers: Mapping[str, Any],
     *,
     names_sessions: bool,
 ) -> tuple[Mapping[str, float | None], float]:
-    """Return the figures of the load on a fresh cluster, and the share of cached tokens."""
-    async with fresh_cluster(flags, memory_mb, disk) as client:
+    async with fresh_cluster(flags, memory_mb, tiers) as client:
         info = await client.model_info()
         requests = recorded_requests(info, load, seed=0)
         if names_sessions:
@@ -139,16 +167,15 @@ async def replayed(
 async def compared(
     load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int, what: str
 ) -> dict[str, Value]:
-    """Return the figures with a disk cache or with sessions, and without, and their ratios."""
+    """Return the figures with a tier or with sessions, and without, and their ratios."""
     first, token = Sides(), Sides()
     shares: dict[bool, float] = {}
     failed = 0.0
     for pair in range(flags.pairs):
         sides: dict[bool, Mapping[str, float | None]] = {}
         for has in (True, False) if pair % 2 == 0 else (False, True):
-            disk = flags.folder / "disk" if has and what == "disk" else None
             sides[has], shares[has] = await replayed(
-                load, flags, memory_mb, disk, names_sessions=has and what == "sessions"
+                load, flags, memory_mb, what if has else "none"
             )
             failed += sides[has]["failed"] or 0.0
         for ratio, name in ((first, "ttft_s_p90"), (token, "e2e_s_per_token_p90")):
@@ -169,23 +196,33 @@ async def missed_by_all(
     load: Sequence[Planned], flags: argparse.Namespace, memory_mb: int
 ) -> dict[str, Value]:
     """Return the requests a second of both sides for prompts that no cache has."""
+    with empty_tier(flags, "disk") as tiers:
+        async with (
+            fresh_cluster(flags, memory_mb, tiers) as with_disk,
+            fresh_cluster(flags, memory_mb, {}) as without,
+        ):
+            return await _missed_by_all(load, flags, with_disk, without)
+
+
+async def _missed_by_all(
+    load: Sequence[Planned],
+    flags: argparse.Namespace,
+    with_disk: AsyncBatonClient,
+    without: AsyncBatonClient,
+) -> dict[str, Value]:
     rates = Sides()
-    async with (
-        fresh_cluster(flags, memory_mb, flags.folder / "disk") as with_disk,
-        fresh_cluster(flags, memory_mb, None) as without,
-    ):
-        info = await without.model_info()
-        for turn in range(flags.rounds):
-            first = turn * flags.batch % max(len(load) - flags.batch, 1)
-            batch = [replace(item, blocks=()) for item in load[first : first + flags.batch]]
-            queries = make_queries(info, batch, seed=2 + turn)
-            side = dict[AsyncBatonClient, float]()
-            for client in (with_disk, without) if turn % 2 == 0 else (without, with_disk):
-                began_s = time.monotonic()
-                await run_load(client, queries, [0.0] * len(queries), timeout_s=TIMEOUT_S)
-                side[client] = len(queries) / (time.monotonic() - began_s)
-                await asyncio.sleep(WRITES_S)
-            rates.add(side[with_disk], side[without])
+    info = await without.model_info()
+    for turn in range(flags.rounds):
+        first = turn * flags.batch % max(len(load) - flags.batch, 1)
+        batch = [replace(item, blocks=()) for item in load[first : first + flags.batch]]
+        queries = make_queries(info, batch, seed=2 + turn)
+        side = dict[AsyncBatonClient, float]()
+        for client in (with_disk, without) if turn % 2 == 0 else (without, with_disk):
+            began_s = time.monotonic()
+            await run_load(client, queries, [0.0] * len(queries), timeout_s=TIMEOUT_S)
+            side[client] = len(queries) / (time.monotonic() - began_s)
+            await asyncio.sleep(WRITES_S)
+        rates.add(side[with_disk], side[without])
     return {
         "miss_rate_disk": median(rates.side),
         "miss_rate_none": median(rates.base),
@@ -209,8 +246,9 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     parts = flags.parts.split(",")
     if "agents" in parts:
         values |= await compared(load, flags, memory_mb, "disk")
-    if "sessions" in parts:
-        values |= await compared(load, flags, memory_mb, "sessions")
+    for what in ("server", "sessions"):
+        if what in parts:
+            values |= await compared(load, flags, memory_mb, what)
     if "misses" in parts:
         values |= await missed_by_all(load, flags, memory_mb)
     return {**values, **others.figures()}
@@ -225,6 +263,7 @@ def main() -> int:
         default=Path(tempfile.gettempdir()) / "baton-bench-agents",
         help="directory for the disk cache; default %(default)s",
     )
+    parser.add_argument("--server", default="redis://127.0.0.1:6379", help="default %(default)s")
     parser.add_argument(
         "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
     )

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import math
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -50,7 +49,7 @@ from pool.tiers.cache_server import READ_BYTES, CacheServer
 from pool.tiers.folder import FOLDER, CacheFolder
 from pool.tiers.memory_store import MemoryStore
 from pool.tiers.stage_blocks import BlockMove, StageBlocks
-from transfer.transport.authenticator import KEY_BYTES
+from transfer.transport.authenticator import new_key
 
 BARS = {
     "read_ratio": (0.7, math.inf),
@@ -138,7 +137,7 @@ def host(flags: argparse.Namespace, pools: StagePools) -> dict[str, Value]:
 
 def server(flags: argparse.Namespace, pools: StagePools) -> dict[str, Value]:
     """Measure one stage and a server, without a cluster."""
-    key = secrets.token_bytes(KEY_BYTES)
+    key = new_key()
     client = redis.Redis.from_url(flags.server, socket_read_size=READ_BYTES)
     blocks = StageBlocks(CacheServer(flags.server, key, expire_s=60), HostRecords(pools), key=key)
     size = blocks.bytes_per_block
@@ -235,7 +234,7 @@ async def prompts(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
 async def server_prompts(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
     """Measure a prefill worker and a decode worker that share a server."""
     with tempfile.NamedTemporaryFile() as key:
-        key.write(secrets.token_bytes(KEY_BYTES))
+        key.write(new_key())
         key.flush()
         config = ClusterConfig(
             model=model,
