@@ -24,6 +24,10 @@ class RecordMemory(Protocol):
     @property
     def geometry(self) -> PoolGeometry: ...
 
+    def begin(self, *, load: bool) -> None:
+        """Wait until the records that are read next, or with `load` filled, are not in use."""
+        ...
+
     def fetched(self, specs: Sequence[CacheSpec], index: int) -> list[memoryview]:
         """Return the bytes of these caches' records, valid until the next call."""
         ...
@@ -47,6 +51,9 @@ class HostRecords:
     def geometry(self) -> PoolGeometry:
         return self._pools.geometry
 
+    def begin(self, *, load: bool) -> None:
+        """Do nothing: steps that were launched are over."""
+
     def fetched(self, specs: Sequence[CacheSpec], index: int) -> list[memoryview]:
         return [self._pools.view(spec.layer_id, spec.kind, index, 1) for spec in specs]
 
@@ -60,7 +67,7 @@ class HostRecords:
 class DeviceRecords:
     """The records of pools on a device, copied through two buffers. Implements `RecordMemory`.
 
-    One thread calls `fetched`, and one `blank` and `stored`. Each waits for its copies without a
+    One thread calls `fetched`, and one `blank` and `stored`, each after `begin`. Each waits for its copies without a
     limit, because the device may use the memory until they are over.
     """
 
@@ -76,11 +83,14 @@ class DeviceRecords:
     def geometry(self) -> PoolGeometry:
         return self._pools.geometry
 
+    def begin(self, *, load: bool) -> None:
+        # Blocks enter the prefix cache once the step that computes them is launched, and memory may be
+        # free while a step of an aborted request still fills it.
+        (self._storing if load else self._fetching).settle()
+
     def fetched(self, specs: Sequence[CacheSpec], index: int) -> list[memoryview]:
         passage = self._fetching
         host = passage.pieces(specs)
-        # Blocks enter the prefix cache once the step that computes them was launched.
-        passage.copies.settle()
         passage.copy(list(zip(host, self._records(specs, index), strict=True)))
         return [piece.numpy().data for piece in host]
 
@@ -99,16 +109,20 @@ class _Passage:
     """A buffer in host memory and the copies of one thread to or from it."""
 
     def __init__(self, copies: CopyQueue, *, pinned: bool) -> None:
-        self.copies = copies
+        self._copies = copies
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._has_entered = False
 
+    def settle(self) -> None:
+        """Wait until all is computed that the device was given before."""
+        if not self._has_entered:
+            self._copies.enter_thread()
+            self._has_entered = True
+        self._copies.settle()
+
     def pieces(self, specs: Sequence[CacheSpec]) -> list[Tensor]:
         """Return stretches of the buffer for one record each."""
-        if not self._has_entered:
-            self.copies.enter_thread()
-            self._has_entered = True
         ends = list(accumulate((spec.record_bytes for spec in specs), initial=0))
         if len(self._buffer) < ends[-1]:
             self._buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self._pinned)
@@ -116,6 +130,6 @@ class _Passage:
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy to the first of each pair from the second, and wait until it is over."""
-        ends = [self.copies.copy(target, source) for target, source in pairs]
+        ends = [self._copies.copy(target, source) for target, source in pairs]
         while not all(end.query() for end in ends):
             time.sleep(COPY_POLL_S)

@@ -35,8 +35,8 @@ SILENT_S = 2.0  # seconds without a byte after which the server counts as absent
 AVOID_S = 10.0  # seconds for which a server that failed is not asked
 LOOK_S = 60.0  # seconds between two looks at the memory that it uses
 LOOKED_UP = 64  # blocks that are asked for together
-_SPACE_BYTES = 8
 READ_BYTES = 1 << 20  # of one system call
+_SPACE_BYTES = 8
 _SCHEMES = ("redis", "rediss", "unix")
 _DATABASE = re.compile(r"/?\d*")
 _OPTIONS = frozenset({"db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
@@ -86,7 +86,7 @@ class CacheServer:
         The names of the objects depend on `key`. Blocks expire that are not used for `expire_s`.
 
         Raises:
-            ConfigError: as `check_url` does, or files of its options cannot be used.
+            ConfigError: as `check_url` does.
         """
         check_url(url)
         self._client = redis.Redis.from_url(

@@ -83,12 +83,15 @@ class StageBlocks:
         """
         work = asyncio.get_running_loop().run_in_executor(executor, call)
         try:
-            while not (await asyncio.wait([work], timeout=LIMIT_S))[0]:
-                self.store.interrupt()
+            await self._until_ended(work)
         except asyncio.CancelledError:
-            await asyncio.wait([work])
+            await self._until_ended(work)
             raise
         return work.result()
+
+    async def _until_ended(self, work: asyncio.Future[T]) -> None:
+        while not (await asyncio.wait([work], timeout=LIMIT_S))[0]:
+            self.store.interrupt()
 
     def num_known(self, names: Sequence[bytes], *, with_state: bool) -> int:
         """Return how many of these blocks, from the first on, are there for this stage.
@@ -114,6 +117,7 @@ class StageBlocks:
         For the thread of `writing` or `reading`. Errors of the place are logged.
         """
         carry = self._load if move.load else self._store
+        self._memory.begin(load=move.load)
         # All are tried, so that no damaged object stays in the way of its replacement.
         moved = list[bool]()
         for at, (name, page_id) in enumerate(zip(move.names, move.page_ids, strict=True)):

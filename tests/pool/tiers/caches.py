@@ -75,6 +75,7 @@ class HostCopies:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> "HostCopies.Event":
         assert self.num_entered == 1
+        assert self.num_settled, "the device may still use the records"
         return self.Event(target, source)
 
     @dataclass
