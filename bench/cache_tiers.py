@@ -13,7 +13,7 @@ median over pairs of turns.
     server_ttft_ratio the same, of one that only the server has
 
 Bars: `read_ratio` at least 0.7, `host_ratio` at least 0.8, `disk_ttft_ratio` at most 0.35. `--parts`
-selects from: files, host, server, prompts, server-prompts. Parts with the server need `--server`.
+selects from: files, host, server, prompts, server-prompts. The server is that of `--server`.
 """
 
 import argparse
@@ -24,7 +24,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,9 @@ from statistics import median
 import numpy as np
 import redis
 
+from baton.client import AsyncBatonClient
 from baton.cluster_config import ClusterConfig
+from baton.values import Query
 from bench.cache import MAX_CONTEXT, RandomPrompts, Sides, ask, missed
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.peer_files import write_checkpoint
@@ -189,24 +192,42 @@ def _forget(folder: Path) -> None:
             os.close(descriptor)
 
 
+@asynccontextmanager
+async def warm_cluster(
+    flags: argparse.Namespace, model: Path, source: RandomPrompts, **tier: object
+) -> AsyncIterator[AsyncBatonClient]:
+    """Run a prefill worker and a decode worker with a tier, after two prompts."""
+    config = ClusterConfig.model_validate(
+        {
+            "model": model,
+            "memory_mb": flags.memory_mb,
+            "max_context": MAX_CONTEXT,
+            "listen": "127.0.0.1:0",
+            "log_level": "warning",
+            "worker_flags": ("--page-size", str(flags.page_size)),
+            **tier,
+        }
+    )
+    async with running_cluster(config) as (_, client):
+        for _ in range(2):
+            await ask(client, source.cold())
+        yield client
+
+
+async def _cached_s(flags: argparse.Namespace, client: AsyncBatonClient, query: Query) -> float:
+    """Return the time to first token of a prompt that is cached but for its last page."""
+    told = await ask(client, query)
+    assert told.cached_tokens >= flags.prompt_tokens - flags.page_size - 1
+    return told.times_s[0]
+
+
 async def prompts(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
     """Measure a prefill worker and a decode worker that share a folder."""
     folder = flags.folder / "disk"
     shutil.rmtree(folder, ignore_errors=True)
-    config = ClusterConfig(
-        model=model,
-        memory_mb=flags.memory_mb,
-        max_context=MAX_CONTEXT,
-        listen="127.0.0.1:0",
-        log_level="warning",
-        disk_cache=folder,
-        worker_flags=("--page-size", str(flags.page_size)),
-    )
     source = RandomPrompts(flags.prompt_tokens, 1.0)
     from_disk, from_memory = Sides(), Sides()
-    async with running_cluster(config) as (_, client):
-        for _ in range(2):
-            await ask(client, source.cold())  # warm-up
+    async with warm_cluster(flags, model, source, disk_cache=folder) as client:
         others = OtherLoad()
         for _ in range(flags.turns):
             query = source.cold()
@@ -215,9 +236,7 @@ async def prompts(flags: argparse.Namespace, model: Path) -> dict[str, Value]:
             warm_s = (await ask(client, query)).times_s[0]
             await _until_written(folder, before + flags.prompt_tokens // flags.page_size)
             await client.flush_caches()
-            told = await ask(client, query)
-            assert told.cached_tokens >= flags.prompt_tokens - flags.page_size - 1
-            from_disk.add(told.times_s[0], cold_s)
+            from_disk.add(await _cached_s(flags, client, query), cold_s)
             from_memory.add(warm_s, cold_s)
         shutil.rmtree(folder)
         return {
@@ -236,28 +255,16 @@ async def server_prompts(flags: argparse.Namespace, model: Path) -> dict[str, Va
     with tempfile.NamedTemporaryFile() as key:
         key.write(new_key())
         key.flush()
-        config = ClusterConfig(
-            model=model,
-            memory_mb=flags.memory_mb,
-            max_context=MAX_CONTEXT,
-            listen="127.0.0.1:0",
-            log_level="warning",
-            cache_server=flags.server,
-            cache_server_key=Path(key.name),
-            worker_flags=("--page-size", str(flags.page_size)),
-        )
         source, from_server = RandomPrompts(flags.prompt_tokens, 1.0), Sides()
-        async with running_cluster(config) as (_, client):
-            for _ in range(2):
-                await ask(client, source.cold())  # warm-up
+        async with warm_cluster(
+            flags, model, source, cache_server=flags.server, cache_server_key=Path(key.name)
+        ) as client:
             for _ in range(flags.turns):
                 query = source.cold()
                 cold_s = (await ask(client, query)).times_s[0]
                 await asyncio.sleep(STORED_S)
                 await client.flush_caches()
-                told = await ask(client, query)
-                assert told.cached_tokens >= flags.prompt_tokens - flags.page_size - 1
-                from_server.add(told.times_s[0], cold_s)
+                from_server.add(await _cached_s(flags, client, query), cold_s)
     return {
         "ttft_server_s": median(from_server.side),
         "server_ttft_ratio": from_server.ratio,

@@ -63,11 +63,12 @@ class StormServer:
             case 1 if self._process is not None:
                 self._process.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(seconds)
-                self._process.send_signal(signal.SIGCONT)
+                self.heal()  # another fault may have replaced it
             case _:
                 await asyncio.to_thread(self._damage)
 
     def heal(self) -> None:
+        """Let it answer again."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 

@@ -67,8 +67,8 @@ class HostRecords:
 class DeviceRecords:
     """The records of pools on a device, copied through two buffers. Implements `RecordMemory`.
 
-    One thread calls `fetched`, and one `blank` and `stored`, each after `begin`. Each waits for its copies without a
-    limit, because the device may use the memory until they are over.
+    One thread calls `fetched`, and one `blank` and `stored`, each after `begin`. Each waits for its
+    copies without a limit, because the device may use the memory until they are over.
     """
 
     def __init__(

@@ -1,44 +1,20 @@
 """Workers that share a cache server over TCP, while workers and the server die by SIGKILL."""
 
 import asyncio
-import random
 from pathlib import Path
 
 from baton.preflight import free_ports
-from baton.values import Completion
-from engine.core.request import Request, SamplingParams
+from tests.cluster.test_disk_cache import KEPT, PAGE, ask, prompts
 from tests.support.cache_servers import running_server
-from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
-from tests.support.cluster.questions import as_query, on_the_wire, shown
+from tests.support.cluster.clusters import running_cluster, samples_of
+from tests.support.cluster.questions import on_the_wire, shown
 from tests.support.cluster.reference import Reference
-
-PAGE = 16
-KEPT = 256  # tokens that are not computed again; states are kept after multiples of 64
-GREEDY = SamplingParams(temperature=0.0)
-
-
-def prompts(count: int) -> list[Request]:
-    dice = random.Random(13)
-    return [
-        Request(
-            f"{number}", tuple(dice.choices(range(3, 256), k=280)), 8, GREEDY, num_top_logprobs=0
-        )
-        for number in range(count)
-    ]
-
-
-async def ask(running: RunningCluster, questions: list[Request]) -> list[Completion]:
-    return list(
-        await asyncio.gather(
-            *(running.client.complete(as_query(each), timeout_s=60) for each in questions)
-        )
-    )
 
 
 async def test_a_worker_reads_what_its_predecessor_left_at_the_server(
     checkpoint: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    questions = prompts(8)
+    questions = prompts()[:8]
     expected = on_the_wire(reference.answers(questions))
     (port,) = free_ports("127.0.0.1", 1)
     server_flags = ("--port", str(port), "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")

@@ -6,40 +6,30 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from baton.client import AsyncBatonClient
 from baton.values import Completion
-from engine.core.request import Request, SamplingParams
 from pool.tiers import cache_server
+from tests.one_process.test_disk_cache import (
+    FIRST,
+    LATER,
+    PAGE,
+    ROOT,
+    SETTINGS,
+    Layout,
+    answers_of,
+    ask,
+    question,
+)
 from tests.support.cache_servers import RunningServer, running_server
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
-from tests.support.cluster.reference import Reference
+from tests.support.cluster.questions import shown
 from tests.support.models.checkpoints import make_checkpoint
 
-PAGE, CHUNK = 16, 64
-ROOT = random.Random(6).choices(range(3, 256), k=330)
-SETTINGS: dict[str, Any] = {"page_size": PAGE, "chunk_tokens": CHUNK}
 KEPT = 192  # tokens of the first prompt that a later one need not compute
-
-
-def question(name: str, prompt: list[int]) -> Request:
-    params = SamplingParams(temperature=0.9, top_k=50, seed=7)
-    return Request(name, tuple(prompt), 8, params, num_top_logprobs=0)
-
-
-FIRST = question("first", ROOT[:200])
-LATER = (
-    question("again", ROOT[:200]),
-    question("longer", ROOT[:300]),
-    question("parted", [*ROOT[:160], *ROOT[5:80]]),
-)
 OTHERS = tuple(question(f"other {at}", ROOT[at:] + ROOT[:at]) for at in range(10, 60, 10))
-Layout = dict[str, Any]
 LAYOUTS: list[tuple[str, torch.dtype, Layout, Layout]] = [
     ("llama", torch.bfloat16, {"prefill_pp": 3}, {"prefill_pp": 2, "prefill_tp": 2}),
     ("qwen3_5_text", torch.bfloat16, {"prefill_pp": 2}, {"worker": {}, "worker_pp": 3}),
@@ -52,14 +42,6 @@ LAYOUTS: list[tuple[str, torch.dtype, Layout, Layout]] = [
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     with running_server(tmp_path) as running:
         yield running
-
-
-async def ask(client: AsyncBatonClient, request: Request) -> Completion:
-    return await client.complete(as_query(request), timeout_s=60)
-
-
-def answers_of(model: Path, requests: tuple[Request, ...]) -> list[Shown]:
-    return on_the_wire(Reference(model).answers(list(requests)))
 
 
 def tiers_of(completion: Completion) -> dict[str, int]:

@@ -53,10 +53,11 @@ STAGE_S = (
 
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
+TIERS = ("host", "disk", "server")  # of the prefix cache, beyond the memory of the pools
+
 # Reasons why a session or an attempt may fail: those of `runtime.errors` that workers meet. Their
 # counters are exported as 0 from the start, because a series that appears with its first failure
 # has no increase that an alert could detect.
-TIERS = ("host", "disk", "server")  # of the prefix cache, beyond the memory of the pools
 FAILURES = (
     "ABORTED_BY_CLIENT",
     "DEADLINE_EXCEEDED",

@@ -14,6 +14,7 @@ from pool.tiers.block_store import BlockStore, Content, ObjectKey, StagePart, Ti
 from pool.tiers.cache_server import CacheServer
 from pool.tiers.memory_store import MemoryStore
 from pool.tiers.stage_blocks import BlockMove, StageBlocks
+from runtime.observe.metrics.instruments import TIERS
 from runtime.process.host_memory import MIB
 from tests.pool.tiers.caches import fill, folder, holds, layout, stage
 from tests.support.cache_servers import KEY, running_server
@@ -172,6 +173,10 @@ def test_a_block_that_another_stage_lacks_is_written_again(any_place: Place) -> 
     blocks.forget(NAMES[2], Content.STATE)
     assert blocks.num_known(NAMES, with_state=False) == 3
     assert blocks.num_known(NAMES, with_state=True) == 0
+
+
+def test_metrics_know_all_tiers() -> None:
+    assert [*Tier] == [*TIERS]
 
 
 def test_a_state_is_known_only_with_the_blocks_before_it(place: Place) -> None:
