@@ -88,11 +88,11 @@ async def choice_s() -> dict[str, float]:
             facts,
         )
         names = [name for known in blocks for name in known[: place * len(known) // NUM_WORKERS]]
-        worker.index.report(
+        worker.caches.memory.report(
             worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names))
         )
         worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1 << 20, cache_reports=1))
-    index = directory.workers[0].index
+    index = directory.workers[0].caches.memory
     taken: dict[str, list[float]] = {"names_s": [], "look_up_s": [], "place_s": []}
     for token_ids in prompts:
         prompt = RoutedPrompt(token_ids)

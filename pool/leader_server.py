@@ -180,7 +180,7 @@ class LeaderServer:
                 partial(leader.group.move_blocks, own),
                 metrics,
             )
-            for tier, own in self._process.stage.tiers.items()
+            for tier, own in self._process.stage.tiers.blocks.items()
             if caches
         ]
 
@@ -206,6 +206,7 @@ class LeaderServer:
             self._role.journal,
             lambda: leader.loop.submit(self._role.ranks.flush),
             self._switch,
+            process.stage.tiers.copies if self._tiers else None,
         )
 
     def _add_services(self) -> None:
@@ -273,6 +274,7 @@ class LeaderServer:
         load.roles.extend(self._switch.active)
         load.roles_epoch = self._switch.epoch
         load.pull_cost = 0.0 if self._puller is None else self._puller.reads.cost
+        load.copy_cost = max((tier.reads.cost for tier in self._tiers if tier.is_own), default=0.0)
         if load.serving and (reason := self._switch.reason_against(role)):
             load.serving, load.reason = False, reason
         return load

@@ -71,7 +71,7 @@ async def run_worker(
     finally:
         if process.stage.grammars is not None:
             await asyncio.to_thread(process.stage.grammars.close)
-        for tier in process.stage.tiers.values():
+        for tier in process.stage.tiers.blocks.values():
             tier.close()
         await asyncio.to_thread(process.stage.agent.shutdown, 5.0)
         await asyncio.to_thread(process.tracing.close)

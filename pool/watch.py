@@ -127,8 +127,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     It streams `load(role)`, the load of the role that the caller names, until the caller or the
     process ends: sooner than requested when `changed` is called, and less often while nothing runs
     and nothing changes. `info()` is sent before the first load, and again when the pool has formed.
-    Changes in the journal of the prefix cache are sent before each load. `flush` empties that cache
-    and returns the number of its pages. `switch` has the roles that the pool serves.
+    Changes in the journal of the prefix cache, and in that of `copies` in its tiers, are sent before
+    each load. `flush` empties that cache and returns the number of its pages. `switch` has the roles
+    that the pool serves.
     """
 
     def __init__(
@@ -138,12 +139,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         journal: PointJournal,
         flush: Callable[[], Awaitable[int]],
         switch: RoleSwitch,
+        copies: PointJournal | None = None,
     ) -> None:
         self._info = info
         self._load = load
         self._journal = journal
         self._flush = flush
         self._switch = switch
+        self._copies = copies or PointJournal()
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -165,7 +168,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         shown: pb.WorkerInfo | None = None
         sent = pb.WorkerLoad()
         num_unsent = 0
-        with self._journal.watch() as cache:
+        # A decode pool reads copies to receive less, which matters little for its choice.
+        own = PointJournal() if request.role == "decode" else self._copies
+        with self._journal.watch() as cache, own.watch() as copies:
             while True:
                 changed = self._changed
                 if shown != (info := self._info()):
@@ -175,8 +180,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     num_unsent = _IDLE_INTERVALS
                 for report in cache.take():
                     yield pb.WatchResponse(cache=report)
+                for report in copies.take():
+                    yield pb.WatchResponse(copies=report)
                 load = self._load(request.role)
-                load.cache_reports = cache.num_reports
+                load.cache_reports, load.copy_reports = cache.num_reports, copies.num_reports
                 if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
                     sent = load
                     num_unsent = 0

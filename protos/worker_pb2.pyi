@@ -100,7 +100,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., pages_total: _Optional[int] = ..., slots_total: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., stages: _Optional[_Iterable[str]] = ..., tokenizer_digest: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., wire_version: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., retired_adapters: _Optional[_Iterable[str]] = ..., loaded_adapters: _Optional[_Iterable[str]] = ..., lends_blocks: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports", "data_ranks", "local_rest_tokens", "roles", "roles_epoch", "pull_cost")
+    __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports", "data_ranks", "local_rest_tokens", "roles", "roles_epoch", "pull_cost", "copy_reports", "copy_cost")
     SERVING_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,8 @@ class WorkerLoad(_message.Message):
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ROLES_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PULL_COST_FIELD_NUMBER: _ClassVar[int]
+    COPY_REPORTS_FIELD_NUMBER: _ClassVar[int]
+    COPY_COST_FIELD_NUMBER: _ClassVar[int]
     serving: bool
     reason: str
     queued_requests: int
@@ -137,7 +139,9 @@ class WorkerLoad(_message.Message):
     roles: _containers.RepeatedScalarFieldContainer[str]
     roles_epoch: int
     pull_cost: float
-    def __init__(self, serving: _Optional[bool] = ..., reason: _Optional[str] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., start_s: _Optional[float] = ..., cache_reports: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., local_rest_tokens: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., roles_epoch: _Optional[int] = ..., pull_cost: _Optional[float] = ...) -> None: ...
+    copy_reports: int
+    copy_cost: float
+    def __init__(self, serving: _Optional[bool] = ..., reason: _Optional[str] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., start_s: _Optional[float] = ..., cache_reports: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., local_rest_tokens: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., roles_epoch: _Optional[int] = ..., pull_cost: _Optional[float] = ..., copy_reports: _Optional[int] = ..., copy_cost: _Optional[float] = ...) -> None: ...
 
 class CacheReport(_message.Message):
     __slots__ = ("number", "whole", "stored", "removed")
@@ -152,11 +156,13 @@ class CacheReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., whole: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("info", "load", "cache")
+    __slots__ = ("info", "load", "cache", "copies")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     load: WorkerLoad
     cache: CacheReport
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., cache: _Optional[_Union[CacheReport, _Mapping]] = ...) -> None: ...
+    copies: CacheReport
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., cache: _Optional[_Union[CacheReport, _Mapping]] = ..., copies: _Optional[_Union[CacheReport, _Mapping]] = ...) -> None: ...

@@ -36,7 +36,7 @@ class Reports:
 
     async def follow(self, worker: Worker, facts: ModelLimits, interval_s: float) -> str:
         """Apply the reports of a worker. Implements `router.workers.watch.Follow`."""
-        worker.index.forget(worker.address)  # the stream begins with a complete cache report
+        worker.caches.forget(worker.address)  # the stream begins with a complete cache report
         watch = _ReportStream(
             worker, facts, self._workers[worker.role, worker.address], interval_s, self._latency_s
         )

@@ -258,7 +258,7 @@ class Follower:
     async def _move_blocks(self, command: pb.MoveBlocks) -> None:
         """Write or read blocks; answer if the stream of the asking leader is still open."""
         stream = self._reports.stream
-        answer = await answer_move(self._stage.tiers, command)
+        answer = await answer_move(self._stage.tiers.blocks, command)
         if stream is not None:
             stream.send(pb.JoinRequest(blocks_moved=answer))
 
@@ -289,7 +289,7 @@ class Follower:
         try:
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wrap_future(left)
-                await settle(self._stage.tiers)
+                await settle(self._stage.tiers.blocks)
                 # Close again: the step that just ended has reported layers under keys that the next
                 # leader may reuse.
                 await asyncio.wrap_future(self._stage.agent.close_all())

@@ -29,11 +29,9 @@ from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.plan import StagePlan
 from pool.stage.speculation import build_drafter, role_drafter
 from pool.stage.speculation_plan import DraftModelPlan
-from pool.stage.tiers import open_tiers
+from pool.stage.tiers import StageTiers, open_tiers
 from pool.stage.transports import TRANSPORTS, make_transport
 from pool.stage.warmup import run_every_kind
-from pool.tiers.block_store import Tier
-from pool.tiers.stage_blocks import StageBlocks
 from runtime.grammar import Grammars, load_grammars
 from runtime.process.host_memory import MIB
 from runtime.process.start_progress import WEIGHTS
@@ -67,7 +65,7 @@ class Stage:
     # Digests of tensors that later stages may copy, by name.
     counted: Mapping[str, str] = field(default_factory=dict)
     adapters: LoadedAdapters | None = None  # None if the pool takes none
-    tiers: Mapping[Tier, StageBlocks] = field(default_factory=dict)  # of the prefix cache
+    tiers: StageTiers = field(default_factory=StageTiers)  # of the prefix cache
 
 
 def build_stage(

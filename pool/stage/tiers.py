@@ -1,5 +1,7 @@
 """The tiers of a stage's prefix cache, as its settings name them."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -8,8 +10,10 @@ from engine.core.numerics import HOST
 from engine.memory.pools import StagePools
 from engine.memory.records import DeviceRecords, HostRecords, RecordMemory
 from engine.memory.staging import CudaCopies
+from pool.prefix.journal import PointJournal
 from pool.stage.config import WorkerConfig
 from pool.tiers.block_store import BlockStore, Tier
+from pool.tiers.copies import ReportedCopies
 from pool.tiers.folder import CacheFolder
 from pool.tiers.memory_store import MemoryStore
 from pool.tiers.stage_blocks import StageBlocks
@@ -18,15 +22,27 @@ from runtime.process.host_memory import MIB, host_memory
 from transfer.transport.authenticator import KEY_BYTES, derived
 
 
-def open_tiers(
-    config: WorkerConfig, pools: StagePools, device: torch.device
-) -> dict[Tier, StageBlocks]:
-    """Return the tiers that `config` names, in the order in which they are asked.
+@dataclass(frozen=True)
+class StageTiers:
+    """The tiers of a stage.
+
+    Attributes:
+        blocks: each of them, in the order in which they are asked.
+        copies: the journal of what those have that belong to the worker.
+    """
+
+    blocks: Mapping[Tier, StageBlocks] = field(default_factory=dict)
+    copies: PointJournal = field(default_factory=PointJournal)
+
+
+def open_tiers(config: WorkerConfig, pools: StagePools, device: torch.device) -> StageTiers:
+    """Return the tiers that `config` names.
 
     Raises:
         ConfigError: the host has not enough memory, or a place, a key or an address cannot be used.
     """
     opened = dict[Tier, StageBlocks]()
+    copies = ReportedCopies(has_states=any(spec.kind.is_state for spec in pools.geometry.specs))
     if config.host_cache_mb:
         wanted, free = config.host_cache_mb * MIB, host_memory().available_bytes
         if wanted > free:
@@ -34,15 +50,16 @@ def open_tiers(
                 f"--host-cache-mb {config.host_cache_mb}, and {free // MIB} MiB are free",
                 field="host_cache_mb",
             )
-        opened[Tier.HOST] = StageBlocks(MemoryStore(wanted), _records(pools, device), key=None)
+        store = MemoryStore(wanted, copies.of_tier())
+        opened[Tier.HOST] = StageBlocks(store, _records(pools, device), key=None)
     if config.disk_cache is not None:
-        folder = CacheFolder(config.disk_cache, config.disk_cache_mb * MIB)
+        folder = CacheFolder(config.disk_cache, config.disk_cache_mb * MIB, copies.of_tier())
         opened[Tier.DISK] = StageBlocks(folder, _records(pools, device))
     if config.cache_server is not None and config.cache_server_key is not None:
         key = read_key(config.cache_server_key)
         server = _server(config.cache_server, key, config.cache_server_expire_s)
         opened[Tier.SERVER] = StageBlocks(server, _records(pools, device), key=key)
-    return opened
+    return StageTiers(opened, copies.journal)
 
 
 def read_key(path: Path) -> bytes:

@@ -100,6 +100,11 @@ class BlockTier:
             self.metrics.read_s.labels(self.tier),
         )
 
+    @property
+    def is_own(self) -> bool:
+        """Return whether the worker reports what is there to routers."""
+        return self.tier is not Tier.SERVER
+
     async def bring(self, request: Request, names: tuple[bytes, ...]) -> int:
         """Bring the blocks of a prompt into the cache that the tier has and the cache lacks.
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pool.tiers.block_store import Content, ObjectKey, StagePart, parts_among
+from pool.tiers.copies import ReportedCopies, TierCopies
+from runtime.digests import NAME_BYTES
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,19 +41,21 @@ class _StoredBlock:
     used_s: float
     num_bytes: int
     path: str
+    point: bytes  # the block's name if prompts can resume after it, otherwise empty
 
 
 class CacheFolder:
     """A folder of blocks. Implements `BlockStore`."""
 
-    def __init__(self, parent: Path, max_bytes: int) -> None:
-        """Create the folder in `parent` if it is missing.
+    def __init__(self, parent: Path, max_bytes: int, copies: TierCopies | None = None) -> None:
+        """Create the folder in `parent` if it is missing. `copies` has what is there.
 
         Raises:
             ConfigError: it cannot be used, or other users may read it.
         """
         self._path = parent / FOLDER
         self.max_bytes = max_bytes
+        self._copies = copies or ReportedCopies().of_tier()
         self.num_bytes = 0  # of all files when they were last added up, and of later own ones
         self._num_written = max_bytes  # bytes since then; it begins with a check
         self._quiet_until_s = 0.0  # time until which no error is logged
@@ -94,6 +98,7 @@ class CacheFolder:
         except OSError as error:
             self._refused(error)
             return False
+        self._copies.stored(key)
         self._written(sum(map(len, pieces)))
         return True
 
@@ -110,10 +115,13 @@ class CacheFolder:
         for key in keys:
             try:
                 os.utime(self.path_of(key))
-            except OSError:
-                continue  # it is not there, or another process has removed it
+            except OSError:  # it is not there, or another process has removed it
+                self._copies.removed(key)
+            else:
+                self._copies.stored(key)  # which another process may have done
 
     def remove(self, key: ObjectKey) -> None:
+        self._copies.removed(key)
         try:
             os.unlink(self.path_of(key))
         except FileNotFoundError:
@@ -137,12 +145,15 @@ class CacheFolder:
         blocks = sorted(self._blocks(), key=lambda block: block.used_s)
         num_bytes = sum(block.num_bytes for block in blocks)
         most = min(self.max_bytes, num_bytes) if is_full else self.max_bytes
+        num_removed = 0
         for block in blocks:
             if num_bytes + most // CHECKS <= most:
                 break
             num_bytes -= block.num_bytes
+            num_removed += 1
             shutil.rmtree(block.path, ignore_errors=True)
         self.num_bytes = num_bytes
+        self._copies.found([block.point for block in blocks[num_removed:] if block.point])
 
     def _prepare(self, block: bytes) -> None:
         """Create the folder of a block's files if it is missing.
@@ -179,7 +190,7 @@ class CacheFolder:
         """Return the blocks, and remove what processes have left unfinished."""
         abandoned_s = time.time() - ABANDONED_S
         for folder, _, names in os.walk(self._path):
-            used_s, num_bytes = 0.0, 0
+            used_s, num_bytes, point = 0.0, 0, b""
             for name in names:
                 path = os.path.join(folder, name)
                 try:
@@ -190,12 +201,23 @@ class CacheFolder:
                 except OSError:
                     continue  # another process has removed it
                 used_s, num_bytes = max(used_s, found.st_mtime), num_bytes + found.st_size
+                if name.startswith(f"{self._copies.content}.") and not point:
+                    point = _block_name(os.path.basename(folder))
             if names and Path(folder).parent.parent == self._path:
-                yield _StoredBlock(used_s, num_bytes, folder)
+                yield _StoredBlock(used_s, num_bytes, folder, point)
 
     def _block(self, name: bytes) -> str:
         text = name.hex()
         return f"{self._path}/{text[:2]}/{text}"
+
+
+def _block_name(text: str) -> bytes:
+    """Return the name of the block whose folder has this name, empty if it is none."""
+    try:
+        name = bytes.fromhex(text)
+    except ValueError:
+        return b""
+    return name if len(name) == NAME_BYTES else b""
 
 
 def write_file(path: FilePath, pieces: Sequence[memoryview]) -> None:

@@ -10,19 +10,20 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pool.tiers.block_store import Content, ObjectKey, StagePart, parts_among
-
-Name = tuple[bytes, str]  # of a block, and of an object among those of the block
+from pool.tiers.block_store import Content, ObjectKey, StagePart
+from pool.tiers.copies import ReportedCopies, TierCopies
 
 
 class MemoryStore:
     """Objects in a bounded number of bytes. Implements `BlockStore` for one stage."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, copies: TierCopies | None = None) -> None:
+        """Begin empty; `copies` has what is there."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._objects = OrderedDict[Name, NDArray[np.uint8]]()  # the latest used last
-        self._labels: dict[bytes, set[str]] = {}  # of the objects of a block
+        self._copies = copies or ReportedCopies().of_tier()
+        self._objects = OrderedDict[ObjectKey, NDArray[np.uint8]]()  # the latest used last
+        self._parts: dict[tuple[bytes, Content], set[StagePart]] = {}
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -31,12 +32,12 @@ class MemoryStore:
     def parts(self, blocks: Sequence[bytes], content: Content) -> Iterator[Collection[StagePart]]:
         for block in blocks:
             with self._lock:
-                labels = tuple(self._labels.get(block, ()))
-            yield parts_among(labels, content)
+                found = tuple(self._parts.get((block, content), ()))
+            yield found
 
     def get(self, key: ObjectKey, pieces: Sequence[memoryview]) -> int | None:
         with self._lock:
-            found = self._objects.get((key.block, key.label))
+            found = self._objects.get(key)
         if found is None:
             return None
         if len(found) == sum(map(len, pieces)):
@@ -50,9 +51,10 @@ class MemoryStore:
         self._make_room(key, size)
         content = joined(pieces)
         with self._lock:
-            self._objects[key.block, key.label] = content
-            self._labels.setdefault(key.block, set()).add(key.label)
+            self._objects[key] = content
+            self._parts.setdefault((key.block, key.content), set()).add(key.part)
             self.num_bytes += size
+            self._copies.stored(key)
         return True
 
     def prefetch(self, key: ObjectKey) -> None:
@@ -61,13 +63,12 @@ class MemoryStore:
     def use(self, keys: Iterable[ObjectKey]) -> None:
         with self._lock:
             for key in keys:
-                name = key.block, key.label
-                if name in self._objects:
-                    self._objects.move_to_end(name)
+                if key in self._objects:
+                    self._objects.move_to_end(key)
 
     def remove(self, key: ObjectKey) -> None:
         with self._lock:
-            self._remove((key.block, key.label))
+            self._remove(key)
 
     def interrupt(self) -> None:
         """Do nothing: no call waits."""
@@ -75,25 +76,26 @@ class MemoryStore:
     def close(self) -> None:
         with self._lock:
             self._objects.clear()
-            self._labels.clear()
+            self._parts.clear()
             self.num_bytes = 0
 
     def _make_room(self, key: ObjectKey, num_bytes: int) -> None:
         """Remove what an object replaces, and old ones until there is room for it."""
         with self._lock:
-            self._remove((key.block, key.label))
+            self._remove(key)
             while self.num_bytes + num_bytes > self.max_bytes:
                 self._remove(next(iter(self._objects)))
 
-    def _remove(self, name: Name) -> None:
-        found = self._objects.pop(name, None)
+    def _remove(self, key: ObjectKey) -> None:
+        found = self._objects.pop(key, None)
         if found is None:
             return
         self.num_bytes -= len(found)
-        block, label = name
-        self._labels[block].remove(label)
-        if not self._labels[block]:
-            del self._labels[block]
+        parts = self._parts[key.block, key.content]
+        parts.remove(key.part)
+        if not parts:
+            del self._parts[key.block, key.content]
+        self._copies.removed(key)
 
 
 # Both let other threads run meanwhile, unlike `bytes.join` and assignments to slices.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from router.workers.prefix_index import PrefixIndex, RoutedPrompt
+from router.workers.prefix_index import PrefixIndex, RoleCaches, RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import UsableWorkers
 from runtime.digests import in_common
@@ -12,12 +12,12 @@ class CacheView:
     """The prefix caches of prefill workers and of decode pools, as they report them."""
 
     def __init__(self) -> None:
-        self.prefill = PrefixIndex()
-        self._pools = PrefixIndex()
+        self.of_role = {role: RoleCaches() for role in WorkerRole}
 
-    def index_of(self, role: WorkerRole) -> PrefixIndex:
-        """Return the index that workers of a role report to."""
-        return self.prefill if role is WorkerRole.PREFILL else self._pools
+    @property
+    def prefill(self) -> PrefixIndex:
+        """Return the index of the prefix caches of prefill workers."""
+        return self.of_role[WorkerRole.PREFILL].memory
 
     def cached(
         self, role: WorkerRole, usable: UsableWorkers, prompt: RoutedPrompt, source: str = ""
@@ -27,26 +27,12 @@ class CacheView:
         Of workers of one kind, the one with most comes first. `source`: digest of the prefill
         worker that would send the prompt to a decode pool.
         """
-        index = self.index_of(role)
-        kinds: Iterable[tuple[int, str]] = {
-            (page_size, in_common(compatibility, source or compatibility))
-            for page_size, compatibility in usable.block_kinds
-        }
-        return {
-            address: depth * page_size
-            for page_size, compatibility in kinds
-            for address, depth in index.depths(prompt.block_names(page_size, compatibility)).items()
-        }
+        return _found(self.of_role[role].memory, usable, prompt, source)
 
-    def num_missing(self, usable: UsableWorkers, prompt: RoutedPrompt) -> int:
-        """Return the prompt tokens left to compute on the prefill worker with most of the prompt
-        cached.
-        """
-        cached = self.cached(WorkerRole.PREFILL, usable, prompt)
-        return prompt.num_tokens - max(
-            [num_cached for address, num_cached in cached.items() if address in usable.addresses],
-            default=0,
-        )
+    def copied(self, usable: UsableWorkers, prompt: RoutedPrompt) -> dict[str, int]:
+        """Return the prompt tokens of which prefill workers have copies in own tiers, by address."""
+        copies = self.of_role[WorkerRole.PREFILL].copies
+        return {} if copies.is_empty else _found(copies, usable, prompt)
 
     def placed(self, prompt: RoutedPrompt, worker: Worker) -> None:
         """Tell the listener of the prefill workers' caches that a prompt was given to `worker`."""
@@ -54,3 +40,18 @@ class CacheView:
         if listener is not None and worker.role is WorkerRole.PREFILL:
             snapshot = worker.snapshot
             listener.placed(prompt, snapshot.page_size, snapshot.compatibility)
+
+
+def _found(
+    index: PrefixIndex, usable: UsableWorkers, prompt: RoutedPrompt, source: str = ""
+) -> dict[str, int]:
+    """Return the prompt tokens before the deepest resume points in an index, by address."""
+    kinds: Iterable[tuple[int, str]] = {
+        (page_size, in_common(compatibility, source or compatibility))
+        for page_size, compatibility in usable.block_kinds
+    }
+    return {
+        address: depth * page_size
+        for page_size, compatibility in kinds
+        for address, depth in index.depths(prompt.block_names(page_size, compatibility)).items()
+    }

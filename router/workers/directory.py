@@ -130,7 +130,7 @@ class Directory:
             lambda: self._on_change(worker),
             self._wake,
             self._clock,
-            self.caches.index_of(role),
+            self.caches.of_role[role],
             self._options.security.shown,
         )
         return worker

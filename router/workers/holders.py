@@ -1,14 +1,15 @@
-"""The workers from which a prefill worker may pull the beginning of a prompt."""
+"""The blocks of a prompt that prefill workers need not compute: those in memory, those that they
+read from tiers of their own, and those that they pull from other workers.
+"""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from router.workers.policies import PolicyContext
 from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
 from runtime.digests import in_common, may_pair
 
-UNSEEN_PULL_COST = 0.5  # of a worker that has not pulled yet
+UNSEEN_COST = 0.5  # of a worker that has not pulled, or read from a tier, yet
 
 Cached = Mapping[str, int]
 """The cached tokens of a prompt by address."""
@@ -17,52 +18,75 @@ RankedHolders = Sequence[tuple[int, WorkerRole, str]]
 
 
 @dataclass(frozen=True)
+class HeldBlocks:
+    """The tokens of a prompt that prefill workers have or could get, by address.
+
+    Attributes:
+        owned: in memory, or in a tier of the worker.
+        worth: that it need not compute. One that is read or pulled counts as cached, less the share
+            of its computing time that this takes.
+        ranked: the workers with enough of the prompt to pull it.
+    """
+
+    owned: Cached
+    worth: Cached
+    ranked: RankedHolders = ()
+
+
+def read_from_tiers(cached: Cached, copied: Cached, sources: Iterable[Worker]) -> HeldBlocks:
+    """Return the blocks that `sources` have, without pulls.
+
+    `cached` has the tokens in memory, and `copied` those in tiers of their own.
+    """
+    owned, worth = dict(cached), dict(cached)
+    for source in sources:
+        in_memory, count = cached.get(source.address, 0), copied.get(source.address, 0)
+        if count > in_memory:
+            owned[source.address] = count
+            worth[source.address] = in_memory + _saved(count - in_memory, source.load.copy_cost)
+    return HeldBlocks(owned, worth)
+
+
+@dataclass(frozen=True)
 class BlockHolders:
-    """The workers with cached blocks of prompts."""
+    """The workers from which a prefill worker may pull the beginning of a prompt."""
 
     workers: WorkerSet
-    least_tokens: int  # that a pull must save
+    least_tokens: int  # that a pull must save; 0: there are none
 
-    def ranked(self, cached: Cached, in_pools: Sequence[Cached]) -> RankedHolders:
-        """Return the workers with enough of a prompt to pull it, those with most first.
+    def with_pulls(
+        self,
+        held: HeldBlocks,
+        by_role: Iterable[tuple[WorkerRole, Cached]],
+        sources: Iterable[Worker],
+    ) -> HeldBlocks:
+        """Return the blocks that `sources` have or could pull.
 
-        Those of prefill workers and of groups of decode pools are given apart.
+        `by_role` has the tokens in the memory of prefill workers, and of each group of decode pools.
         """
-        every = [(WorkerRole.PREFILL, cached), *((WorkerRole.DECODE, each) for each in in_pools)]
-        return sorted(
+        ranked = sorted(
             (
                 (count, role, address)
-                for role, by_address in every
+                for role, by_address in by_role
                 for address, count in by_address.items()
                 if count >= self.least_tokens
             ),
             reverse=True,
         )
-
-    def best(self, ranked: RankedHolders, source: Worker, num_cached: int) -> Worker | None:
-        """Return the worker with most of a prompt, or None if a pull from it saves too little.
-
-        The prefill worker `source` has `num_cached` of the prompt's tokens.
-        """
-        found = self._best(ranked, source, num_cached)
-        return None if found is None else found[1]
-
-    def weighed(
-        self, context: PolicyContext, ranked: RankedHolders, sources: Sequence[Worker]
-    ) -> PolicyContext:
-        """Return the context for a choice among prefill workers, with what each could pull.
-
-        A pulled token counts as cached, less the share of its computing time that a pull takes.
-        """
         if not ranked:
-            return context
-        num_cached = dict(context.num_cached)
+            return held
+        worth = dict(held.worth)
         for source in sources:
-            own = num_cached.get(source.address, 0)
+            own = held.owned.get(source.address, 0)
             if (found := self._best(ranked, source, own)) is not None:
-                cost = source.load.pull_cost or UNSEEN_PULL_COST
-                num_cached[source.address] = own + round((found[0] - own) * max(0.0, 1 - cost))
-        return replace(context, num_cached=num_cached)
+                more = _saved(found[0] - own, source.load.pull_cost)
+                worth[source.address] = worth.get(source.address, 0) + more
+        return HeldBlocks(held.owned, worth, ranked)
+
+    def best(self, held: HeldBlocks, source: Worker) -> Worker | None:
+        """Return the worker with most of the prompt, or None if a pull from it saves too little."""
+        found = self._best(held.ranked, source, held.owned.get(source.address, 0))
+        return None if found is None else found[1]
 
     def _best(self, ranked: RankedHolders, source: Worker, own: int) -> tuple[int, Worker] | None:
         """Return the first worker that lends to `source`, with its count, if that saves enough."""
@@ -73,6 +97,11 @@ class BlockHolders:
             if holder is not None and address != source.address and _lends_to(holder, source):
                 return count, holder
         return None
+
+
+def _saved(num_tokens: int, cost: float) -> int:
+    """Return the computed tokens that so many are worth, at this share of their computing time."""
+    return round(num_tokens * max(0.0, 1 - (cost or UNSEEN_COST)))
 
 
 def _lends_to(holder: Worker, source: Worker) -> bool:

@@ -8,6 +8,7 @@ caller must release the booking.
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from router.workers.adapters import has_adapter, with_adapter_loaded
 from router.workers.cache_view import CacheView
 from router.workers.candidate import Candidate
-from router.workers.holders import BlockHolders, RankedHolders
+from router.workers.holders import BlockHolders, Cached, HeldBlocks, read_from_tiers
 from router.workers.links import FailedLinks, Linked, linked
 from router.workers.packing import decode_place, weighed_sources
 from router.workers.placement_request import PlacementRequest, WorkerPair
@@ -32,10 +33,14 @@ MOST_COMPARED = 64
 
 
 class _Chosen(NamedTuple):
-    """A chosen worker, with `num_cached` tokens of the prompt cached there."""
+    """A chosen worker, with `num_cached` tokens of the prompt cached there.
+
+    What it reads or pulls besides saves as much as `num_brought` cached tokens.
+    """
 
     worker: Worker
     num_cached: int
+    num_brought: int = 0
 
 
 class WorkerPlacement:
@@ -89,12 +94,19 @@ class WorkerPlacement:
             return workers
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
-        for address in islice(self._cached(role, request.prompt), MOST_COMPARED):
+        for address in self._with_most(role, request.prompt):
             if address not in some:  # every worker has a part of a prompt with a common beginning
                 holder = self._workers.find(role, address)
                 if holder is not None and request.fits(holder):
                     some[address] = holder
         return list(some.values())
+
+    def _with_most(self, role: WorkerRole, prompt: RoutedPrompt) -> Iterable[str]:
+        """Return the addresses of workers with a part of the prompt in memory, and in own tiers."""
+        yield from islice(self._cached(role, prompt), MOST_COMPARED)
+        if role is WorkerRole.PREFILL:
+            copied = self._caches.copied(self._workers.usable[role], prompt)
+            yield from islice(copied, MOST_COMPARED)
 
     def _place_among(
         self, sources: Sequence[Worker], pools: Sequence[Worker], request: PlacementRequest
@@ -128,12 +140,18 @@ class WorkerPlacement:
         return [worker.address for worker in filter(request.has_room, holding)]
 
     def num_cached(self, prompt: RoutedPrompt) -> Mapping[str, int]:
-        """Return the tokens of the prompt that prefill workers have cached, by address."""
-        return self._cached(WorkerRole.PREFILL, prompt)
+        """Return the tokens of the prompt that prefill workers have cached, by address.
+
+        Those in their own tiers count less.
+        """
+        usable = self._workers.usable[WorkerRole.PREFILL]
+        return self._held(self._cached(WorkerRole.PREFILL, prompt), prompt, usable.workers).worth
 
     def num_missing(self, prompt: RoutedPrompt) -> int:
         """Return the prompt tokens to compute on the prefill worker with most of it cached."""
-        return self._caches.num_missing(self._workers.usable[WorkerRole.PREFILL], prompt)
+        usable = self._workers.usable[WorkerRole.PREFILL].addresses
+        cached = self.num_cached(prompt).items()
+        return prompt.num_tokens - max([num for at, num in cached if at in usable], default=0)
 
     def book_prefill(
         self, request: PlacementRequest, pool: Booking, tried: frozenset[str]
@@ -254,28 +272,25 @@ class WorkerPlacement:
                 )
                 for group in groups
             ]
-            holders: RankedHolders = ()
-            weighed = context
+            held = self._held(context.num_cached, request.prompt, every_source)
             if num_tokens > self._holders.least_tokens > 0:  # else there is nothing to pull
-                in_pools = [each.context.num_cached for each in candidates]
-                holders = self._holders.ranked(context.num_cached, in_pools)
-                weighed = self._holders.weighed(context, holders, every_source)
+                in_pools = [(WorkerRole.DECODE, each.context.num_cached) for each in candidates]
+                by_role = [(WorkerRole.PREFILL, context.num_cached), *in_pools]
+                held = self._holders.with_pulls(held, by_role, every_source)
+            weighed = replace(context, num_cached=held.worth)
             chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, weighed)
         sources, pools = groups[chosen.group]
-        source = _named(sources, chosen.source, context)
-        of_pools = candidates[chosen.group].context
-        place = decode_place(
-            source.worker,
-            _named(pools, chosen.pool, of_pools).worker,
-            pools,
-            num_tokens,
-        )
+        source = _worker_of(sources, chosen.source)
+        of_pools = candidates[chosen.group].context.num_cached
+        place = decode_place(source, _worker_of(pools, chosen.pool), pools, num_tokens)
         self._metrics.placements.labels(place.kind, place.why).inc()
         self.placed[place.kind, place.why] += 1
-        pool = _Chosen(place.pool, of_pools.num_cached.get(place.pool.address, 0))
-        pair = WorkerPair(self._book(source, request), self._book(pool, request))
-        if holders:
-            pair.prefill.holder = self._holders.best(holders, *source)
+        pair = WorkerPair(
+            self._book(_chosen(source, context.num_cached, held.worth), request),
+            self._book(_chosen(place.pool, of_pools, of_pools), request),
+        )
+        if held.ranked:
+            pair.prefill.holder = self._holders.best(held, source)
             pair.decode.holder = pair.prefill.holder if pair.is_aggregated else None
         return pair
 
@@ -285,7 +300,10 @@ class WorkerPlacement:
         self._turns[role] += 1
         self._caches.placed(request.prompt, chosen.worker)
         return chosen.worker.book(
-            request.prompt.num_tokens, request.context_tokens, chosen.num_cached
+            request.prompt.num_tokens,
+            request.context_tokens,
+            chosen.num_cached,
+            chosen.num_brought,
         )
 
     def _choose(
@@ -304,11 +322,15 @@ class WorkerPlacement:
         policy = self._policies[workers[0].role]
         with self._metrics.pick_s.time():
             context = self._policy_context(workers, prompt, source)
-            chosen = choose(policy, _candidates(workers), context, tried=tried)
+            worth = context.num_cached
+            if workers[0].role is WorkerRole.PREFILL:
+                worth = self._held(worth, prompt, workers).worth
+            weighed = replace(context, num_cached=worth)
+            chosen = choose(policy, _candidates(workers), weighed, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()
             return None
-        return _named(workers, chosen, context)
+        return _chosen(_worker_of(workers, chosen), context.num_cached, worth)
 
     def _policy_context(
         self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = ""
@@ -318,6 +340,12 @@ class WorkerPlacement:
         return PolicyContext(
             self._turns[role], self._rng, prompt.token_ids, self._cached(role, prompt, source)
         )
+
+    def _held(self, cached: Cached, prompt: RoutedPrompt, sources: Iterable[Worker]) -> HeldBlocks:
+        """Return what prefill workers have of a prompt, in memory, as `cached`, and in own tiers."""
+        usable = self._workers.usable[WorkerRole.PREFILL]
+        copied = self._caches.copied(usable, prompt)
+        return read_from_tiers(cached, copied, sources) if copied else HeldBlocks(cached, cached)
 
     def _cached(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
         return self._caches.cached(role, self._workers.usable[role], prompt, source)
@@ -341,9 +369,11 @@ def _candidates(workers: Iterable[Worker]) -> list[Candidate]:
     return list(map(_candidate, workers))
 
 
-def _named(workers: Iterable[Worker], chosen: Candidate, context: PolicyContext) -> _Chosen:
-    """Return the chosen worker and its number of cached prompt tokens."""
-    return _Chosen(
-        next(worker for worker in workers if worker.address == chosen.address),
-        context.num_cached.get(chosen.address, 0),
-    )
+def _worker_of(workers: Iterable[Worker], chosen: Candidate) -> Worker:
+    return next(worker for worker in workers if worker.address == chosen.address)
+
+
+def _chosen(worker: Worker, cached: Cached, worth: Cached) -> _Chosen:
+    """Return a chosen worker with its cached prompt tokens, and what it brings besides."""
+    num_cached = cached.get(worker.address, 0)
+    return _Chosen(worker, num_cached, worth.get(worker.address, 0) - num_cached)

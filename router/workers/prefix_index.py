@@ -172,6 +172,11 @@ class PrefixIndex:
             self._latest = names, self._found(names)
         return self._latest[1]
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no worker has a resume point."""
+        return not self._holders
+
     def _found(self, names: Sequence[bytes]) -> dict[str, int]:
         found: dict[str, int] = {}
         if not self._everyone:
@@ -239,3 +244,27 @@ class PrefixIndex:
                 del holders[name]
                 if self.listener is not None:
                     self.listener.removed(name)
+
+
+@dataclass(frozen=True)
+class RoleCaches:
+    """What the workers of one role report of their caches.
+
+    Attributes:
+        memory: the resume points in their prefix caches.
+        copies: those in tiers of their own, of workers that prefill.
+    """
+
+    memory: PrefixIndex = field(default_factory=PrefixIndex)
+    copies: PrefixIndex = field(default_factory=PrefixIndex)
+
+    def forget(self, worker: str) -> None:
+        """Drop everything known of a worker. Idempotent."""
+        self.memory.forget(worker)
+        self.copies.forget(worker)
+
+    def has_all(self, worker: str, load: worker_pb2.WorkerLoad) -> bool:
+        """Return whether all reports that the worker sent before this load were applied."""
+        return self.memory.has_all(worker, load.cache_reports) and self.copies.has_all(
+            worker, load.copy_reports
+        )

@@ -84,7 +84,7 @@ def silence_s_of(interval_s: float) -> float:
 async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
     """Follow a worker over its channel. Implements `Follow`."""
     silence_s = silence_s_of(interval_s)
-    worker.index.forget(worker.address)  # the stream begins with a complete cache report
+    worker.caches.forget(worker.address)  # the stream begins with a complete cache report
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(
         worker_pb2.WatchRequest(interval_s=interval_s, role=worker.role.value)
     )
@@ -143,7 +143,9 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
     elif worker.info is None:
         return "it reported load before its info"
     elif response.HasField("cache"):
-        has_all = worker.index.report(worker.address, response.cache)
+        has_all = worker.caches.memory.report(worker.address, response.cache)
+    elif response.HasField("copies"):
+        has_all = worker.caches.copies.report(worker.address, response.copies)
     elif response.HasField("load"):
         return apply_load(worker, response.load)
     return "" if has_all else _MISSING
@@ -151,6 +153,6 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
 
 def apply_load(worker: Worker, load: worker_pb2.WorkerLoad) -> str:
     """Apply a load report of an introduced worker; return a problem as `apply_report` does."""
-    has_all = worker.index.has_all(worker.address, load.cache_reports)
+    has_all = worker.caches.has_all(worker.address, load)
     worker.reported(load)
     return "" if has_all else _MISSING

@@ -19,7 +19,7 @@ from protos import decode_pb2, prefill_pb2, worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.candidate import Candidate, WorkerSnapshot, reserved_tokens
 from router.workers.pace import AnswerPace, DecodePace, PrefillPace
-from router.workers.prefix_index import PrefixIndex
+from router.workers.prefix_index import RoleCaches
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
 
@@ -126,7 +126,7 @@ class Worker:
     on_change: Callable[[], None]
     on_load: Callable[[], None]  # called instead of `on_change` if only load or bookings changed
     clock: Clock = field(default_factory=SystemClock)
-    index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's index of all workers
+    caches: RoleCaches = field(default_factory=RoleCaches)  # of all workers of the role
     identity: Callable[[], object] = lambda: None  # credentials that the channel shows
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
@@ -265,7 +265,7 @@ class Worker:
             self._finished.clear()
             self._claims_at_report = _Claims()
             self.prefill_pace.restarted()
-            self.index.forget(self.address)
+            self.caches.forget(self.address)
         self.info, self._most_running = info, _most_running(info)
         self.mismatch = facts.mismatch(info, self.role)
         if self.mismatch or not is_known:
@@ -305,18 +305,20 @@ class Worker:
         self.problem = reason
         self.changed()
 
-    def book(self, num_tokens: int, context_tokens: int = 0, num_cached: int = 0) -> Booking:
+    def book(
+        self, num_tokens: int, context_tokens: int = 0, num_cached: int = 0, num_brought: int = 0
+    ) -> Booking:
         """Book a prompt of `num_tokens` tokens.
 
-        `context_tokens` is the maximum length with the completion, 0 if unknown. The worker has
-        `num_cached` of the prompt's tokens cached: they are neither computed nor sent.
+        `context_tokens` is the maximum length with the completion, 0 if unknown. `num_cached` of the
+        tokens are cached, neither computed nor sent, and `num_brought` are to be read or pulled.
         """
         page_size = self.snapshot.page_size
         booking = Booking(
             self,
             self.incarnation,
             self.compatibility,
-            num_tokens - num_cached,
+            num_tokens - num_cached - num_brought,
             -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size),
             num_cached,
         )

@@ -32,6 +32,7 @@ LIMITS: Mapping[str, Sequence[int]] = {
     "pool.request.router_call:MAX_EVENTS": (1, 2),
     "pool.request.router_call:MAX_TOKENS": (1, 4),
     "pool.tiers.cache_server:LOOKED_UP": (1, 3),
+    "pool.tiers.copies:MAX_POINTS": (1, 5),
     "pool.tiers.folder:_MAX_BUFFERS": (1, 3),
     "pool.tiers.stage_blocks:AHEAD": (0, 1, 8),
     "prefill.chunks:SCORED_TOKENS": (1, 5, 30),

@@ -27,6 +27,7 @@ from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
+from pool.stage.tiers import StageTiers
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.clock import SystemClock
@@ -162,7 +163,7 @@ async def joined() -> AsyncIterator[Rig]:
             drafter=None,
             ranks=StageRanks(),
             adapters=None,
-            tiers={},
+            tiers=StageTiers(),
         ),
     )
     engine = FollowerEngine(

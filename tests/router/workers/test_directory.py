@@ -75,7 +75,7 @@ def keeps(
 ) -> None:
     """Report that the worker has the whole pages of this prompt."""
     names = block_names(prompt, 16, compatibility=compatibility or worker.compatibility, salt=salt)
-    assert worker.index.report(
+    assert worker.caches.memory.report(
         worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names))
     )
 

@@ -1,16 +1,20 @@
-"""The worker from which a prompt's beginning is pulled: the one with most, if that saves enough."""
+"""What a prefill worker need not compute: in memory, in its tiers, or pulled from the best holder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from protos.worker_pb2 import WorkerLoad
-from router.workers.holders import UNSEEN_PULL_COST, BlockHolders, Cached, RankedHolders
-from router.workers.policies import PolicyContext
+from router.workers.holders import (
+    UNSEEN_COST,
+    BlockHolders,
+    Cached,
+    HeldBlocks,
+    read_from_tiers,
+)
 from router.workers.worker import Worker, WorkerRole
 from router.workers.worker_set import WorkerSet
 
@@ -40,16 +44,22 @@ SOURCE = worker("source")
 Others = dict[WorkerRole, dict[Worker, int]]
 
 
-def holders_among(others: Others, least_tokens: int) -> tuple[BlockHolders, Cached, RankedHolders]:
-    """Return the holders among workers with so many cached tokens, those of prefill workers by
-    address, and all ranked."""
+def held_among(
+    others: Others,
+    least_tokens: int,
+    sources: Sequence[Worker] = (),
+    copied: Cached | None = None,
+) -> tuple[BlockHolders, HeldBlocks]:
+    """Return the holders among workers with so many cached tokens, and what `sources` have."""
     known = {(role, each.address): each for role, cached in others.items() for each in cached}
     workers = cast(WorkerSet, SimpleNamespace(find=lambda *key: known.get(key)))
-    in_prefill, in_pools = (
-        {each.address: count for each, count in others.get(role, {}).items()} for role in WorkerRole
-    )
+    by_role = [
+        (role, {each.address: count for each, count in others.get(role, {}).items()})
+        for role in WorkerRole
+    ]
     holders = BlockHolders(workers, least_tokens)
-    return holders, in_prefill, holders.ranked(in_prefill, [in_pools])
+    held = read_from_tiers(by_role[0][1], copied or {}, sources)
+    return holders, holders.with_pulls(held, by_role, sources)
 
 
 def best(
@@ -58,10 +68,14 @@ def best(
     num_cached: int = 0,
     least_tokens: int = 100,
     source: Worker = SOURCE,
+    num_copied: int = 0,
 ) -> str | None:
     """Return the address of the best holder among workers with so many cached tokens."""
-    holders, _, ranked = holders_among(others, least_tokens)
-    holder = holders.best(ranked, source, num_cached)
+    own = {source: num_cached} if num_cached else {}
+    others = {**others, WorkerRole.PREFILL: {**others.get(WorkerRole.PREFILL, {}), **own}}
+    copied = {source.address: num_copied}
+    holders, held = held_among(others, least_tokens, [source], copied)
+    holder = holders.best(held, source)
     return None if holder is None else holder.address
 
 
@@ -110,22 +124,38 @@ def test_a_holder_has_the_draft_of_the_source(source: str, holder: str, named: s
     assert best(others, source=worker("source", compatibility=source)) == named
 
 
-@pytest.mark.parametrize(
-    ("cost", "counted"), [(0.25, 750), (0.0, 1000 * UNSEEN_PULL_COST), (3.0, 0)]
-)
+@pytest.mark.parametrize(("cost", "counted"), [(0.25, 750), (0.0, 1000 * UNSEEN_COST), (3.0, 0)])
 def test_what_could_be_pulled_counts_as_cached_less_its_cost(cost: float, counted: int) -> None:
     idle = worker("idle", load=WorkerLoad(pull_cost=cost))
     busy = worker("busy")
     others = {WorkerRole.PREFILL: {busy: 1000}, WorkerRole.DECODE: {worker("d"): 400}}
-    holders, cached, ranked = holders_among(others, 100)
-    context = PolicyContext(0, Random(0), num_cached=cached)
-    weighed = holders.weighed(context, ranked, [idle, busy])
-    assert weighed.num_cached == {"busy": 1000, "idle": counted}
-    assert context.num_cached == {"busy": 1000}
+    _, held = held_among(others, 100, [idle, busy])
+    assert held.worth == {"busy": 1000, "idle": counted}
+    assert held.owned == {"busy": 1000}
+
+
+@pytest.mark.parametrize(("cost", "counted"), [(0.25, 775), (0.0, 550), (3.0, 100)])
+def test_what_a_tier_has_counts_as_cached_less_its_cost(cost: float, counted: int) -> None:
+    source = worker("source", load=WorkerLoad(copy_cost=cost))
+    cached, copied = {"source": 100, "other": 300}, {"source": 1000, "other": 200, "gone": 500}
+    held = read_from_tiers(cached, copied, [source, worker("other")])
+    assert held.worth == {"source": counted, "other": 300}
+    assert held.owned == {"source": 1000, "other": 300}
+    assert cached == {"source": 100, "other": 300}
+
+
+def test_what_a_tier_has_is_not_pulled() -> None:
+    others = {WorkerRole.DECODE: {worker("d"): 1000}}
+    assert best(others, num_copied=950) is None
+    assert best(others, num_copied=900) == "d"
+    source = worker("source", load=WorkerLoad(copy_cost=0.5, pull_cost=0.25))
+    _, held = held_among(others, 100, [source], {"source": 600})
+    assert held.worth == {"source": 300 + 300}
+    assert held.owned == {"source": 600}
 
 
 def test_nothing_is_weighed_without_a_holder() -> None:
     others = {WorkerRole.PREFILL: {worker("p"): 99}, WorkerRole.DECODE: {worker("d"): 5000}}
-    holders, cached, ranked = holders_among(others, 5001)
-    context = PolicyContext(0, Random(0), num_cached=cached)
-    assert holders.weighed(context, ranked, [SOURCE]) is context
+    _, held = held_among(others, 5001, [SOURCE])
+    assert held.worth == held.owned == {"p": 99}
+    assert not held.ranked

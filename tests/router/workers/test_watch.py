@@ -77,7 +77,7 @@ async def test_a_missing_report_is_noticed(
     )
     try:
         await eventually(
-            lambda: worker.index.depths(NAMES) == {address: 2} and worker.is_usable,
+            lambda: worker.caches.memory.depths(NAMES) == {address: 2} and worker.is_usable,
             "a missing report",
         )
         assert scripted.num_streams == num_streams

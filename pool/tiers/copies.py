@@ -1,0 +1,75 @@
+"""The blocks of which a worker's own tiers have copies, as it reports them to routers."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from threading import Lock
+
+from pool.prefix.journal import PointJournal
+from pool.tiers.block_store import Content, ObjectKey
+
+MAX_POINTS = 65_536  # of a tier; the oldest ones beyond are not reported
+
+
+class TierCopies:
+    """The points in one tier from which prompts resume. All methods are for any thread.
+
+    They only hint at what is there: other processes may remove it, and other stages may lack their
+    parts of it.
+    """
+
+    def __init__(self, reported: "ReportedCopies") -> None:
+        self._reported = reported
+        self._points = OrderedDict[bytes, None]()  # the oldest first
+        reported.journal.follow(self._points)
+
+    @property
+    def content(self) -> Content:
+        """Return the content of the objects that make their blocks points."""
+        return self._reported.content
+
+    def stored(self, key: ObjectKey) -> None:
+        """Note that an object was stored."""
+        if key.content is self.content:
+            with self._reported.lock:
+                self._add([key.block])
+
+    def removed(self, key: ObjectKey) -> None:
+        """Note that an object was removed."""
+        if key.content is self.content:
+            with self._reported.lock:
+                self._drop([key.block])
+
+    def found(self, blocks: Sequence[bytes]) -> None:
+        """Note the blocks that are there with the content of a point, the oldest first."""
+        present = dict.fromkeys(blocks)
+        with self._reported.lock:
+            self._drop([name for name in self._points if name not in present])
+            self._add(list(present))
+
+    def _add(self, names: Collection[bytes]) -> None:
+        new = [name for name in names if name not in self._points][-MAX_POINTS:]
+        self._points.update(dict.fromkeys(new))
+        self._reported.journal.stored(new)
+        excess = max(len(self._points) - MAX_POINTS, 0)
+        self._drop(list(self._points)[:excess] if excess else [])
+
+    def _drop(self, names: Collection[bytes]) -> None:
+        known = [name for name in names if name in self._points]
+        for name in known:
+            del self._points[name]
+        if known:
+            self._reported.journal.removed(known)
+
+
+class ReportedCopies:
+    """The copies in the tiers of one pool, and the journal of their points."""
+
+    def __init__(self, *, has_states: bool = False) -> None:
+        """Begin without copies. With `has_states` a point needs the state after its block."""
+        self.journal = PointJournal()
+        self.content = Content.STATE if has_states else Content.PAGE
+        self.lock = Lock()  # changes of a tier's points and their notes in the journal are one
+
+    def of_tier(self) -> TierCopies:
+        """Return the copies of one more tier."""
+        return TierCopies(self)
