@@ -132,9 +132,9 @@ class PrefillLeader:
     ) -> None:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
         for tier in parts.tiers:
-            tier.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
+            tier.reads.likely_s = self.ranks.schedulers[0].best_pace.likely_s
         if parts.puller is not None:
-            parts.puller.reads.least_s = self.ranks.schedulers[0].best_pace.least_s
+            parts.puller.reads.likely_s = self.ranks.schedulers[0].best_pace.likely_s
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,

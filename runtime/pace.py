@@ -1,6 +1,7 @@
 """Best observed prefill rate.
 
-Routers use it to reject requests on arrival, prefill workers to reject them later.
+Routers use it to reject requests on arrival, prefill workers to reject them later, and to decide
+whether to compute tokens or to copy them from elsewhere.
 """
 
 from collections import deque
@@ -24,6 +25,7 @@ class PrefillRateEstimate:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seen_s: deque[float] = deque(maxlen=MIN_PROMPTS)  # times of the latest measurements
+        self._latest: deque[float] = deque(maxlen=MIN_PROMPTS)  # their seconds per token
         # (time, seconds per token). Each entry is slower than the one before it: an entry that a
         # later one beats is dropped.
         self._best: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_PROMPTS)
@@ -37,6 +39,7 @@ class PrefillRateEstimate:
             self._best.pop()
         self._best.append((self._clock.now(), token_s))
         self._seen_s.append(self._clock.now())
+        self._latest.append(token_s)
 
     def least_s(self, num_tokens: int) -> float:
         """Return the shortest expected time of `num_tokens` tokens in seconds.
@@ -49,3 +52,13 @@ class PrefillRateEstimate:
         if num_tokens < MIN_TOKENS or len(self._seen_s) < MIN_PROMPTS or self._seen_s[0] < oldest_s:
             return 0.0
         return num_tokens * self._best[0][1]
+
+    def likely_s(self, num_tokens: int) -> float:
+        """Return `least_s`, or the time by the latest measurements, however few and old they are.
+
+        For decisions that cost little if they are wrong. Returns 0 before the first measurement, and
+        for short prompts.
+        """
+        if num_tokens < MIN_TOKENS:
+            return 0.0
+        return self.least_s(num_tokens) or num_tokens * min(self._latest, default=0.0)

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.load import Outcome
 from baton.workload import Planned
@@ -28,12 +28,12 @@ class _Reader:
     last_s: float = 0.0
     workers: str = ""  # compatibility of the workers
     num_finishes: int = 0
-    num_cached: int = 0
+    usage: generation_pb2.Usage = field(default_factory=generation_pb2.Usage)
 
     def take(self, response: generation_pb2.GenerateResponse) -> None:
         if response.HasField("finish"):
             self.num_finishes += 1
-            self.num_cached = response.finish.usage.cached_tokens
+            self.usage = response.finish.usage
         elif response.chunk.token_ids:
             self.last_s = asyncio.get_running_loop().time()
             self.first_s = self.last_s if self.first_s is None else self.first_s
@@ -43,12 +43,17 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Answered:
-    """One request as its client saw it, and the number of its prompt tokens that were cached."""
+    """One request as its client saw it.
+
+    `cached_tokens` of its prompt were not computed. By source, `brought_tokens` has those of them
+    that were not in the worker's memory.
+    """
 
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int
     client: str = ""
+    brought_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class Clients:
@@ -114,8 +119,13 @@ class Clients:
                     planned.at_s,
                 ),
                 planned.prompt_tokens,
-                reader.num_cached,
+                reader.usage.cached_tokens,
                 planned.client,
+                {
+                    "host": reader.usage.host_tokens,
+                    "disk": reader.usage.disk_tokens,
+                    "pulled": reader.usage.pulled_tokens,
+                },
             )
         )
         return not error

@@ -39,6 +39,11 @@ from sim.router import RouterOptions
 
 _LENGTHS = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
 
+_FAULTS = (
+    "Fault such as kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, "
+    "restart:decode@100 or lose:router-1@60. Repeatable."
+)
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -219,12 +224,15 @@ def command(
             min=0.05, max=60, callback=finite, help="Seconds between two reports of a worker."
         ),
     ] = 0.25,
+    pull_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Prompt tokens that a pull between workers must save; 0: no pulls."
+        ),
+    ] = RouterOptions.pull_tokens,
     fault: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Fault such as kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, "
-            "restart:decode@100 or lose:router-1@60. Repeatable."
-        ),
+        typer.Option(help=_FAULTS),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot the run to this .png, .svg or .pdf.")
@@ -240,7 +248,7 @@ def command(
             (0 if worker else 1) if decode is None else decode,
             routers,
             flags.costs_read(),
-            RouterOptions(flags.policy, watch_interval),
+            RouterOptions(flags.policy, watch_interval, pull_tokens=pull_tokens),
             tuple(map(Mishap.parse, fault or ())),
             flags.seed,
             worker,

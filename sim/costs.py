@@ -27,6 +27,16 @@ class ModelCosts(_CostModel):
     state_bytes: int = Field(default=0, ge=0)
 
 
+class TierCosts(_CostModel):
+    """A tier of a prefix cache with room for `num_pages`, 0 for none.
+
+    Reading a page takes `page_s`, one after the other.
+    """
+
+    num_pages: int = Field(default=0, ge=0)
+    page_s: float = Field(default=0.0, ge=0)
+
+
 class PrefillCosts(_CostModel):
     """Costs of prefill.
 
@@ -34,7 +44,7 @@ class PrefillCosts(_CostModel):
     one of its tokens and a token that it attends to. A pool of several stages computes as many
     chunks at a time; a chunk takes that time over all stages together. `request_s` is added to the
     first chunk of a prompt, for its messages and its handoff. With `num_slots` a prompt resumes
-    only where a recurrent state was kept.
+    only where a recurrent state was kept. `host` is lost with the process, `disk` is not.
     """
 
     step_s: float = Field(default=0.008, ge=0)
@@ -49,6 +59,8 @@ class PrefillCosts(_CostModel):
     max_running: int = Field(default=64, ge=1)
     max_queued: int = Field(default=512, ge=1)
     start_s: float = Field(default=60.0, ge=0)
+    host: TierCosts = TierCosts(page_s=4e-4)
+    disk: TierCosts = TierCosts(page_s=4e-3)
 
     def chunk_s(self, tokens: int, pairs: float) -> float:
         return self.step_s + self.token_s * tokens + self.pair_s * pairs

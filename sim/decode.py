@@ -15,15 +15,15 @@ from pool.request.entry import Failed
 from prefill.prompts import PrefillEntryEvent, Started
 from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.errors import BatonError, CapacityError, DrainingError
-from sim.cores import Alarm, Machine, Processor
-from sim.costs import Costs
+from sim.cores import Alarm, Processor
 from sim.decode_handler import DecodeRequest, SimulatedDecodeHandler
 from sim.decode_pool import DecodePool, SimulatedRow
-from sim.links import Arrival, ArrivalTable, Interface
+from sim.links import Arrival, Interface
 from sim.network import Method, SimulatedCall
 from sim.pages import CountedPages, LeasedPages
 from sim.prefill import PrefillWorker
 from sim.requests import RouterEnd
+from sim.surroundings import Surroundings
 from sim.worker import SimulatedWorker
 
 TOKEN = 1  # every generated token
@@ -37,9 +37,7 @@ class DecodeWorker(SimulatedWorker):
     def __init__(
         self,
         address: str,
-        costs: Costs,
-        arrivals: ArrivalTable,
-        machine: Machine,
+        around: Surroundings,
         processor: Processor,
         own_prefill: PrefillWorker | None = None,
         on_span: Callable[[float], None] = lambda _: None,
@@ -48,16 +46,15 @@ class DecodeWorker(SimulatedWorker):
 
         With `own_prefill` it has both roles. `on_span` gets the duration of a step when it changes.
         """
-        self.interface = Interface(costs.network.bytes_per_s)
-        self.num_received_bytes = 0.0
-        self._arrivals = arrivals
-        self._machine = machine
+        self.interface = Interface(around.costs.network.bytes_per_s)
+        self._arrivals = around.arrivals
+        self._machine = around.machine
         self._loop = asyncio.get_running_loop()
         self._num_handlers = 0
         self._alarm: Alarm | None = None
         self._own_prefill = own_prefill
         self._on_span = on_span
-        super().__init__(address, costs, processor)
+        super().__init__(address, around.costs, processor)
 
     @property
     def start_s(self) -> float:
@@ -158,7 +155,7 @@ class DecodeWorker(SimulatedWorker):
         if message.open.HasField("source"):
             handler = self._reserve(request, message.open)
         else:
-            handler = self._read(request, message.open.request)
+            handler = self._read(request, message.open)
         if handler is not None:
             request.on_input = lambda later: self._received(handler, later)
             request.on_gone = lambda: self._release(handler)
@@ -204,9 +201,10 @@ class DecodeWorker(SimulatedWorker):
         return handler
 
     def _read(
-        self, made: DecodeRequest, request: types_pb2.EngineRequest
+        self, made: DecodeRequest, opening: decode_pb2.DecodeOpen
     ) -> SimulatedDecodeHandler | None:
         """Have the prompt of a request computed here."""
+        request = opening.request
         self._num_handlers += 1
         row = SimulatedRow(
             self._num_handlers,
@@ -220,35 +218,38 @@ class DecodeWorker(SimulatedWorker):
             self.check_serving()
             if prefill is None:
                 raise CapacityError("the prompt is not cached", resource="prefix cache")
-            self._handlers[row.key] = handler
-            self._send(
-                handler,
-                decode_pb2.DecodeEvent(
-                    local=decode_pb2.DecodeLocal(cached_tokens=prefill.num_cached(request))
-                ),
+            prompt = prefill.intake.read(
+                request,
+                opening.holder.address,
+                partial(self._computed, handler, prefill),
+                partial(self._queued, handler),
             )
-            handler.prompt_key = prefill.read(request, partial(self._computed, handler, prefill))
         except BatonError as error:
-            self._handlers.pop(row.key, None)
             made.end(error)
             return None
+        self._handlers[row.key] = handler
+        handler.prompt = prompt
         self._woken()
         return handler
+
+    def _queued(self, handler: SimulatedDecodeHandler, local: decode_pb2.DecodeLocal) -> None:
+        """Tell the router that the prompt is queued here."""
+        self._send(handler, decode_pb2.DecodeEvent(local=local))
 
     def _computed(
         self, handler: SimulatedDecodeHandler, prefill: PrefillWorker, event: PrefillEntryEvent
     ) -> None:
         """Continue with a prompt that was computed here, in its pages."""
-        key = handler.prompt_key
-        if key is None or isinstance(event, Started):
+        prompt = handler.prompt
+        if prompt is None or isinstance(event, Started):
             return
         if isinstance(event, Failed):
             self._release(handler)
             handler.request.end(event.error)
             return
         assert self._own_pages is not None
-        handler.prompt_key = None
-        memory = prefill.hand_over(key)
+        handler.prompt = None
+        memory = prefill.intake.hand_over(prompt)
         memory.slot.end()  # the slots of decode are counted apart
         handler.row.num_pages = self._own_pages.adopt(handler.row.key, memory.pages)
         self.pool.adopt(handler.row)
@@ -370,9 +371,9 @@ class DecodeWorker(SimulatedWorker):
             return
         self._num_open -= not handler.is_committed
         self._arrivals.pop((handler.session_id, handler.epoch), None)
-        if handler.prompt_key is not None and self._own_prefill is not None:
-            self._own_prefill.give_up(handler.prompt_key)
-            handler.prompt_key = None
+        if handler.prompt is not None and self._own_prefill is not None:
+            self._own_prefill.intake.give_up(handler.prompt)
+            handler.prompt = None
         self.pool.release(handler.row, self.processor.now())
         if self.server.is_up:
             self._plan()

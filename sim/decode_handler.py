@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from protos import decode_pb2
 from sim.decode_pool import SimulatedRow
+from sim.intake import QueuedPrompt
 from sim.requests import SimulatedRequest
 
 DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
@@ -22,9 +23,7 @@ class SimulatedDecodeHandler:
     has_landed: bool = False
     first_token_s: float | None = None
     is_committed: bool = False
-    prompt_key: int | None = (
-        None  # of the worker's own prefill, which has yet to compute the prompt
-    )
+    prompt: QueuedPrompt | None = None  # of the worker's own prefill, not computed yet
 
     @property
     def epoch(self) -> int:

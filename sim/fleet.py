@@ -18,14 +18,14 @@ from sim.cores import Machine
 from sim.costs import Costs
 from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
-from sim.links import ArrivalTable
 from sim.planning import PLAN_INTERVAL_S, RoleChange, SimulatedPlanner
 from sim.prefill import PrefillWorker
 from sim.process import process_of
 from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
+from sim.surroundings import Surroundings
 from sim.time import keep_all, run_virtually
-from sim.worker import ARCHITECTURE, SimulatedPrompts
+from sim.worker import ARCHITECTURE
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the end of the last request to the final checks
@@ -138,8 +138,6 @@ class Fleet:
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
         costs = config.costs
-        arrivals = ArrivalTable()
-        prompts = SimulatedPrompts()
         roles = {
             f"{role}-{index}": role
             for role, count in (
@@ -149,11 +147,8 @@ class Fleet:
             )
             for index in range(count)
         }
-        machine = Machine(costs.machine, roles)
-        self._processes = {
-            name: process_of(name, role, costs, arrivals, prompts, machine)
-            for name, role in roles.items()
-        }
+        around = Surroundings(costs, Machine(costs.machine, roles))
+        self._processes = {name: process_of(name, role, around) for name, role in roles.items()}
         self._workers = [
             worker for process in self._processes.values() for worker in process.workers
         ]
@@ -180,7 +175,10 @@ class Fleet:
             for index in range(config.num_routers)
         }
         self._clients = Clients(
-            list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts, machine
+            list(self._routers.values()),
+            random.Random(f"{config.seed}/clients"),
+            around.prompts,
+            around.machine,
         )
         self._faults = config.faults
         self._planner = (
@@ -314,10 +312,8 @@ class Fleet:
             booked = sum(worker.num_booked for worker in router.services.directory.workers)
             if router.is_up and booked:
                 raise InternalError(f"{name} has {booked} requests booked after their ends")
-        sent = sum(
-            each.interface.num_bytes - each.interface.num_vain_bytes for each in self._prefill
-        )
-        received = sum(each.num_received_bytes for each in self._decode)
+        sent = sum(each.interface.num_sent - each.interface.num_vain for each in self._prefill)
+        received = sum(each.num_received_bytes for each in (*self._prefill, *self._decode))
         if abs(sent - received) > 1e-6 * sent:
             raise InternalError(f"{sent:.0f} bytes left prefill workers, {received:.0f} arrived")
 
@@ -333,6 +329,6 @@ class Fleet:
             sum(worker.pool.num_preemptions for worker in self._decode),
             num_picks,
             picked_s / max(num_picks, 1),
-            sum(each.interface.num_bytes for each in self._prefill),
+            sum(each.interface.num_sent for each in self._prefill),
             [] if self._planner is None else self._planner.changes,
         )

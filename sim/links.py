@@ -20,8 +20,8 @@ class Interface:
     bytes_per_s: float
     leaving: dict["Sending", None] = field(default_factory=dict)  # with bytes to send
     arriving: dict["Sending", None] = field(default_factory=dict)
-    num_bytes: float = 0.0  # sent or received
-    num_vain_bytes: float = 0.0  # part of them that belonged to cancelled handoffs
+    num_sent: float = 0.0  # bytes
+    num_vain: float = 0.0  # those of them that belonged to cancelled transfers
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Sending:
         """Stop the transfer; the remaining bytes do not arrive. Idempotent."""
         self.settle()
         if not self._has_left:
-            self.source.num_vain_bytes += self._num_bytes - self._left
+            self.source.num_vain += self._num_bytes - self._left
         self._left = self._ready = 0.0
         self._leave()
 
@@ -100,8 +100,7 @@ class Sending:
     def _move(self, num_bytes: float) -> None:
         self._ready -= num_bytes
         self._left -= num_bytes
-        self.source.num_bytes += num_bytes
-        self.target.num_bytes += num_bytes
+        self.source.num_sent += num_bytes
 
     def plan(self) -> None:
         """Set the timer for the moment when the available bytes will have left, at the current

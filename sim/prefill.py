@@ -2,38 +2,39 @@
 time.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from google.protobuf.message import Message
 
 from engine.core.batch import ForwardBatch
-from engine.core.request import Request, SampledToken
+from engine.core.request import SampledToken
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.results import StepResult
+from pool.prefix.cache import PrefixCache
 from pool.prefix.journal import PointJournal
 from pool.prefix.resume_rule import ResumeRule
 from pool.request.entry import Failed
+from pool.tiers.block_store import Tier
 from prefill.prompts import (
     FirstToken,
-    PrefillEmitter,
     PrefillEntryEvent,
     PrefillLimits,
-    PromptMemory,
     Started,
 )
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import LoopClock
 from runtime.errors import BatonError, DrainingError
+from sim.block_sources import BlockSources, SimulatedTier
 from sim.cores import Processor
-from sim.costs import Costs
+from sim.intake import PromptIntake, QueuedPrompt
 from sim.lengths import batch_of_lengths
-from sim.links import ArrivalTable, Interface, Sending
+from sim.links import Interface, Sending
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
-from sim.worker import COMPATIBILITY, SimulatedPrompts, SimulatedWorker
+from sim.surroundings import Surroundings
+from sim.worker import COMPATIBILITY, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every response
 
@@ -59,8 +60,8 @@ class _SimulatedPrefillHandler:
     """One request on this worker, to its end."""
 
     request: PrefillRequest
-    key: int = 0
-    num_tokens: int = 0
+    num_tokens: int
+    prompt: QueuedPrompt = field(default_factory=QueuedPrompt)
     computed: float = 0.0  # tokens whose pages can be sent
     transfer: Sending | None = None
 
@@ -73,20 +74,19 @@ class PrefillWorker(SimulatedWorker):
     def __init__(
         self,
         address: str,
-        costs: Costs,
-        arrivals: ArrivalTable,
-        prompts: SimulatedPrompts,
+        around: Surroundings,
         processor: Processor,
         beside: "ChunksBeside | None" = None,
     ) -> None:
-        self.interface = Interface(costs.network.bytes_per_s)
-        self._arrivals = arrivals
-        self._prompts = prompts
+        self.interface = Interface(around.costs.network.bytes_per_s)
+        self._around = around
         self._clock = LoopClock()
         self._due_s = 0.0  # added to the next chunk, for requests that began
         # In a worker of both roles: the length of chunks beside decode steps.
         self.beside: ChunksBeside | None = beside
-        super().__init__(address, costs, processor)
+        self._disk = SimulatedTier(around.costs.prefill.disk)
+        super().__init__(address, around.costs, processor)
+        around.lenders[address] = self
 
     @property
     def start_s(self) -> float:
@@ -94,7 +94,7 @@ class PrefillWorker(SimulatedWorker):
 
     @property
     def num_requests(self) -> int:
-        return len(self._handlers) + len(self._own)
+        return len(self._handlers) + self.intake.num_prompts
 
     @property
     def queued_tokens(self) -> int:
@@ -111,45 +111,13 @@ class PrefillWorker(SimulatedWorker):
             handler.request.end(DrainingError("the prefill worker drains"))
             self._release(handler)
 
-    def read(self, message: types_pb2.EngineRequest, emit: PrefillEmitter) -> int:
-        """Queue a prompt that will be decoded here, too; return its key.
+    @property
+    def copies(self) -> PointJournal:
+        return self._sources.copies
 
-        Raises:
-            BatonError: it is rejected.
-        """
-        self.check_serving()
-        key = self._scheduler.submit(
-            self._request_of(message),
-            partial(self._own_event, emit),
-            blocks=self._blocks_of(message),
-        )
-        self._own.add(key)
-        self._woken()
-        self._launch()
-        return key
-
-    def num_cached(self, message: types_pb2.EngineRequest) -> int:
-        """Return the number of cached tokens of a prompt."""
-        blocks = self._blocks_of(message)
-        return self._scheduler.cache.find(blocks, len(message.prompt_token_ids)).num_tokens
-
-    def hand_over(self, key: int) -> PromptMemory:
-        """Return the memory of a computed prompt that was queued by `read`."""
-        self._own.discard(key)
-        return self._scheduler.hand_over(key)
-
-    def give_up(self, key: int) -> None:
-        """Release a prompt that was queued by `read`. Idempotent."""
-        if key in self._own:
-            self._own.discard(key)
-            self._scheduler.release(key)
-            if self.server.is_up:
-                self._launch()
-
-    def _own_event(self, emit: PrefillEmitter, event: PrefillEntryEvent) -> None:
-        if isinstance(event, Started):
-            self._due_s += self.costs.prefill.request_s
-        emit(event)
+    @property
+    def cache(self) -> PrefixCache:
+        return self._scheduler.cache
 
     @property
     def pages(self) -> PageAllocator:
@@ -178,7 +146,25 @@ class PrefillWorker(SimulatedWorker):
             self._scheduler.budget_tokens = self.beside.budget_tokens
             self._scheduler.may_start = self.beside.may_start
         self._handlers: dict[int, _SimulatedPrefillHandler] = {}
-        self._own: set[int] = set()  # prompts that will be decoded here, too
+        tiers = {Tier.HOST: SimulatedTier(mine.host), Tier.DISK: self._disk}
+        self._sources = BlockSources(
+            self.cache,
+            self.costs,
+            {kind: tier for kind, tier in tiers.items() if tier.num_pages},
+            self._around.lenders,
+            self.interface,
+            self._scheduler.best_pace.likely_s,
+            self.launch,
+            self._pulled,
+        )
+        self.intake = PromptIntake(
+            self._around,
+            self._scheduler,
+            self._sources,
+            self.check_serving,
+            self.launch,
+            self._own_started,
+        )
         self._stage_free_s = [0.0] * mine.stages
         self._num_in_flight = 0
         return self._scheduler.cache.journal
@@ -194,6 +180,7 @@ class PrefillWorker(SimulatedWorker):
             max_running_requests=mine.max_running,
             max_batch_requests=mine.max_running,
             max_queued_requests=mine.max_queued,
+            lends_blocks=True,
         )
 
     def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
@@ -208,6 +195,8 @@ class PrefillWorker(SimulatedWorker):
             running_requests=load.running_requests,
             slots_free=load.slots_free,
             prompt_tokens=self.num_tokens,
+            pull_cost=self._sources.pull_cost,
+            copy_cost=self._sources.copy_cost,
         )
 
     def _serve(self, call: SimulatedCall) -> None:
@@ -226,7 +215,7 @@ class PrefillWorker(SimulatedWorker):
         call.on_message = received
 
     def _opened(self, request: PrefillRequest, message: prefill_pb2.PrefillInput) -> None:
-        handler = _SimulatedPrefillHandler(request)
+        handler = _SimulatedPrefillHandler(request, len(message.open.request.prompt_token_ids))
 
         def received(later: prefill_pb2.PrefillInput) -> None:
             match later.WhichOneof("input"):
@@ -237,36 +226,22 @@ class PrefillWorker(SimulatedWorker):
                     self._release(handler)
 
         request.on_input, request.on_gone = received, lambda: self._release(handler)
-        self._submit(handler, message.open.request)
 
-    def _submit(self, handler: _SimulatedPrefillHandler, message: types_pb2.EngineRequest) -> None:
-        handler.num_tokens = len(message.prompt_token_ids)
+        def was_queued() -> None:
+            self._handlers[handler.prompt.key] = handler
+
         try:
-            self.check_serving()
-            handler.key = self._scheduler.submit(
-                self._request_of(message),
+            self.intake.enter(
+                handler.prompt,
+                message.open.request,
+                message.open.holder.address,
                 lambda event: self._happened(handler, event),
-                blocks=self._blocks_of(message),
+                was_queued,
             )
         except BatonError as error:
-            handler.request.end(error)
+            request.end(error)
             return
-        self._handlers[handler.key] = handler
         self._woken()
-        self._launch()
-
-    def _request_of(self, message: types_pb2.EngineRequest) -> Request:
-        return Request(
-            message.request_id,
-            range(len(message.prompt_token_ids)),
-            message.max_tokens,
-            priority=message.priority,
-        )
-
-    def _blocks_of(self, message: types_pb2.EngineRequest) -> tuple[bytes, ...]:
-        """Return the request's block names; none after its client has gone."""
-        prompt = self._prompts.get(message.request_id)
-        return () if prompt is None else prompt.page_names(self.costs.model.page_size)
 
     def _happened(self, handler: _SimulatedPrefillHandler, event: PrefillEntryEvent) -> None:
         match event:
@@ -281,7 +256,10 @@ class PrefillWorker(SimulatedWorker):
                 handler.request.send(
                     prefill_pb2.PrefillEvent(
                         started=prefill_pb2.PrefillStarted(
-                            terms=terms, queue_s=event.queue_s, cached_tokens=event.num_cached
+                            terms=terms,
+                            queue_s=event.queue_s,
+                            cached_tokens=event.num_cached,
+                            **handler.prompt.brought.counts(event.num_cached),
                         )
                     )
                 )
@@ -302,7 +280,7 @@ class PrefillWorker(SimulatedWorker):
         self, handler: _SimulatedPrefillHandler, destination: transfer_pb2.DestinationTerms
     ) -> None:
         """Send pages to a decode pool that has reserved, beginning with those already computed."""
-        arrival = self._arrivals.get((destination.session_id, destination.epoch))
+        arrival = self._around.arrivals.get((destination.session_id, destination.epoch))
         if arrival is None:  # the reservation has ended meanwhile
             return
         num_bytes = self.costs.handoff_bytes(handler.num_tokens)
@@ -319,14 +297,20 @@ class PrefillWorker(SimulatedWorker):
     def _release(self, handler: _SimulatedPrefillHandler) -> None:
         if handler.transfer is not None:
             handler.transfer.cancel()
-        if self._handlers.pop(handler.key, None) is not None:
-            self._scheduler.release(handler.key)
-            if self.server.is_up:
-                self._launch()
+        handler.prompt.cancel()
+        if self._handlers.pop(handler.prompt.key, None) is not None:
+            self._scheduler.release(handler.prompt.key)
+            self.launch()
 
-    def _launch(self) -> None:
-        """Launch chunks while a stage is free."""
-        while self._num_in_flight < self.costs.prefill.stages:
+    def _own_started(self) -> None:
+        self._due_s += self.costs.prefill.request_s
+
+    def _pulled(self, num_bytes: float) -> None:
+        self.num_received_bytes += num_bytes
+
+    def launch(self) -> None:
+        """Launch chunks while a stage is free, unless the process has ended."""
+        while self.server.is_up and self._num_in_flight < self.costs.prefill.stages:
             batch = self._scheduler.next_batch()
             self.processor.compute(is_computing=batch is not None or self._num_in_flight > 0)
             if batch is None:
@@ -377,7 +361,7 @@ class PrefillWorker(SimulatedWorker):
             self._can_leave(key, context + count)
         tokens = [SampledToken(FIRST_TOKEN) for sampling in batch.sampling if sampling is not None]
         self._scheduler.on_result(batch, StepResult(0, tokens))
-        self._launch()
+        self.launch()
 
     def _can_leave(self, key: int, num_tokens: float) -> None:
         handler = self._handlers.get(key)

@@ -4,12 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.workers.worker import WorkerRole
-from sim.cores import Machine
 from sim.costs import Costs
 from sim.decode import DecodeWorker
-from sim.links import ArrivalTable
 from sim.prefill import PrefillWorker
-from sim.worker import SimulatedPrompts, SimulatedWorker
+from sim.surroundings import Surroundings
+from sim.worker import SimulatedWorker
 from worker.chunk_budget import STEP_RATIO, ChunkBudget
 
 # Shares of a core while chunks and decode steps alternate.
@@ -17,12 +16,13 @@ CHUNK_WEIGHT = 2 * STEP_RATIO / (STEP_RATIO + 1)
 STEP_WEIGHT = 2 / (STEP_RATIO + 1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SimulatedProcess:
     """One process. Its workers, one for each of its roles, live, die and drain together."""
 
     name: str
     workers: tuple[SimulatedWorker, ...]
+    _num_ends: int = 0  # ends after which it has yet to start
 
     @property
     def role(self) -> str:
@@ -41,14 +41,18 @@ class SimulatedProcess:
             worker.switch(is_active=worker.role in wanted)
 
     def start(self) -> None:
-        """Start again, empty, after `die`."""
-        for worker in self.workers:
-            worker.start()
+        """Start again, empty, after as many calls of `die`."""
+        self._num_ends -= 1
+        if not self._num_ends:
+            for worker in self.workers:
+                worker.start()
 
     def die(self) -> None:
-        """End at once."""
-        for worker in self.workers:
-            worker.die()
+        """End at once, if it has not ended already."""
+        self._num_ends += 1
+        if self._num_ends == 1:
+            for worker in self.workers:
+                worker.die()
 
     def cut(self) -> None:
         """Cut the process off from the network."""
@@ -93,36 +97,23 @@ class _StepsBeside:
             self.budget.computed(num_tokens, seconds)
 
 
-def process_of(
-    name: str,
-    role: str,
-    costs: Costs,
-    arrivals: ArrivalTable,
-    prompts: SimulatedPrompts,
-    machine: Machine,
-) -> SimulatedProcess:
+def process_of(name: str, role: str, around: Surroundings) -> SimulatedProcess:
     """Return a process that serves "prefill", "decode", or both ("worker")."""
     address = f"{name}:1"
     if role == "worker":
-        return SimulatedProcess(name, _of_both_roles(name, costs, arrivals, prompts, machine))
-    processor = machine.processor(name)
+        return SimulatedProcess(name, _of_both_roles(name, around))
+    processor = around.machine.processor(name)
     if role == "prefill":
-        return SimulatedProcess(
-            name, (PrefillWorker(address, costs, arrivals, prompts, processor),)
-        )
-    return SimulatedProcess(name, (DecodeWorker(address, costs, arrivals, machine, processor),))
+        return SimulatedProcess(name, (PrefillWorker(address, around, processor),))
+    return SimulatedProcess(name, (DecodeWorker(address, around, processor),))
 
 
-def _of_both_roles(
-    name: str, costs: Costs, arrivals: ArrivalTable, prompts: SimulatedPrompts, machine: Machine
-) -> tuple[PrefillWorker, DecodeWorker]:
+def _of_both_roles(name: str, around: Surroundings) -> tuple[PrefillWorker, DecodeWorker]:
     address = f"{name}:1"
-    chunks, steps = machine.processors(name, (CHUNK_WEIGHT, STEP_WEIGHT))
-    beside = _StepsBeside(costs)
-    prefill = PrefillWorker(address, costs, arrivals, prompts, chunks, beside)
-    decode = DecodeWorker(
-        address, costs, arrivals, machine, steps, prefill, on_span=beside.budget.stepped
-    )
+    chunks, steps = around.machine.processors(name, (CHUNK_WEIGHT, STEP_WEIGHT))
+    beside = _StepsBeside(around.costs)
+    prefill = PrefillWorker(address, around, chunks, beside)
+    decode = DecodeWorker(address, around, steps, prefill, on_span=beside.budget.stepped)
     beside.decode = decode
     prefill.process_workers = decode.process_workers = (prefill, decode)
     return prefill, decode

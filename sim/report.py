@@ -7,6 +7,7 @@ from baton.load import Slo, errors_of, percentiles, summarize
 from sim.fleet import FleetConfig, FleetRun
 
 _LEFT_OUT = ("itl_s", "prefill_s", "handoff_exposed_s", "lag_s")  # not measured by a simulation
+_SOURCES = ("host", "disk", "pulled")  # of cached tokens that were not in memory
 _ROWS = {
     "time to first token": "ttft_s",
     "time per output token": "tpot_s",
@@ -43,6 +44,11 @@ def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object
         ],
         "waiting_max": max(sample.waiting for sample in run.samples),
         "cached_share": sum(each.cached_tokens for each in run.answered) / max(prompt_tokens, 1),
+        **{
+            f"{source}_share": sum(each.brought_tokens.get(source, 0) for each in run.answered)
+            / max(prompt_tokens, 1)
+            for source in _SOURCES
+        },
         "preemptions": run.num_preemptions,
         "role_switches": len(run.switches),
         "moved_bytes": round(run.moved_bytes),
@@ -72,6 +78,14 @@ def lines_of(figures: dict[str, object]) -> list[str]:
         "p90, {preemptions} preemptions".format_map(figures),
         "prefix caches served {cached_share:.1%} of all prompt tokens; at most {waiting_max} requests "
         "waited".format_map(figures),
+        *(
+            [
+                "of all prompt tokens {host_share:.1%} came from host memory, {disk_share:.1%} from disk, "
+                "{pulled_share:.1%} from other workers".format_map(figures)
+            ]
+            if any(figures[f"{source}_share"] for source in _SOURCES)
+            else []
+        ),
         *(
             ["roles were switched {role_switches} times".format_map(figures)]
             if figures["role_switches"]

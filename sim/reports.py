@@ -67,6 +67,7 @@ class _ReportStream:
         self._latency_s = latency_s
         self._scope = ExitStack()
         self._cache: PointWatcher | None = None  # None before the stream has begun
+        self._copies: PointWatcher | None = None
         self._incarnation = ""  # of the worker when the stream began
         self._sent = worker_pb2.WorkerLoad()
         self._next_s = 0.0  # when the next report is due, or would be due if it had news
@@ -137,6 +138,7 @@ class _ReportStream:
     def _begin(self) -> None:
         self._incarnation = self._worker.incarnation
         self._cache = self._scope.enter_context(self._worker.journal.watch())
+        self._copies = self._scope.enter_context(self._worker.copies.watch())
         self._loop.call_later(
             self._latency_s, self._arrive, [worker_pb2.WatchResponse(info=self._worker.info())]
         )
@@ -145,11 +147,13 @@ class _ReportStream:
     def _report(self) -> None:
         """Send a report if there is news, and schedule the next; otherwise pause until `woken`."""
         assert self._cache is not None
+        assert self._copies is not None
         worker = self._worker
-        reports = self._cache.take()
-        news = [worker_pb2.WatchResponse(cache=report) for report in reports] if reports else ()
+        news = [worker_pb2.WatchResponse(cache=report) for report in self._cache.take()]
+        news += [worker_pb2.WatchResponse(copies=report) for report in self._copies.take()]
         load = worker.load()
         load.cache_reports = self._cache.num_reports
+        load.copy_reports = self._copies.num_reports
         self._timer = None
         if news or worker.num_requests or load != self._sent:
             self._sent = load

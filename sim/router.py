@@ -37,6 +37,7 @@ class RouterOptions:
     max_waiting: int = 1024
     max_wait_s: float = 60.0
     max_request_s: float = 3600.0
+    pull_tokens: int = 512
 
 
 @dataclass(eq=False)
@@ -74,6 +75,7 @@ class RouterProcess:
                 options.policy,
                 options.watch_interval_s,
                 longest_restart_s=options.max_wait_s,
+                pull_tokens=options.pull_tokens,
             ),
             facts,
             metrics,

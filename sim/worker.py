@@ -47,6 +47,7 @@ class SimulatedWorker(ABC):
         self.processor = processor
         self.busy_s = 0.0  # compute time so far
         self.num_tokens = 0  # tokens computed or generated so far
+        self.num_received_bytes = 0.0  # of handoffs or pulls
         self.was_used = False  # whether it ever got a request
         self._num_starts = 0
         self._is_draining = False
@@ -107,6 +108,11 @@ class SimulatedWorker(ABC):
             raise DrainingError(f"the {self.role} worker drains")
         if not self.is_active:
             raise UnavailableError(f"the worker takes no {self.role} requests")
+
+    @property
+    def copies(self) -> PointJournal:
+        """Return the journal of what its own tiers have."""
+        return PointJournal()
 
     @property
     def incarnation(self) -> str:

@@ -10,21 +10,21 @@ place has answered, because a stage may use it until then.
 import asyncio
 import logging
 import operator
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import Counter, Histogram
 
-from engine.loop import EngineLoop
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import PageLease, SlotLease
 from pool.prefix.cache import PrefixCache
 from runtime.errors import BatonError, CapacityError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_READS = 8  # at a time; further prompts are computed
 RETRY = 16  # one in so many reads is tried though computing seems faster
@@ -54,6 +54,16 @@ class BlockRead:
         self.pages.end()
         if self.slot is not None:
             self.slot.end()
+
+
+class EngineCalls(Protocol):
+    """Calls on the engine thread, as `EngineLoop` makes them."""
+
+    async def submit(
+        self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None
+    ) -> T: ...
+
+    def post(self, command: Callable[[], object]) -> None: ...
 
 
 class BlockOffer(Protocol):
@@ -88,21 +98,21 @@ class BlockReads:
     """The reads of one kind of place. Belongs to the event loop's thread.
 
     `owner` owns the leases, and is the source of what enters the cache. `num_blocks` counts by event:
-    `read`, `missing` and `slower`. `least_s`, called on the engine thread, returns the least
+    `read`, `missing` and `slower`. `likely_s`, called on the engine thread, returns the
     seconds in which the pool computes so many tokens; 0 if it is not known.
     """
 
     cache: PrefixCache
-    loop: EngineLoop
+    loop: EngineCalls
     owner: str
     num_blocks: Callable[[str], Counter]
     seconds: Histogram
-    least_s: Callable[[int], float] = lambda num_tokens: 0.0
+    likely_s: Callable[[int], float] = lambda num_tokens: 0.0
     # Reads under way, oldest first, by their first blocks; with the time at which each began.
     _reads: dict[bytes, tuple[asyncio.Task[tuple[bytes, ...]], float]] = field(default_factory=dict)
     _block_s: float = 0.0  # mean seconds to read a block, once it is its turn; 0 before the first
     _num_waiting: int = 0  # blocks of all reads under way, as if they were read one after the other
-    # Least seconds to compute a block, as of the latest read; written by the engine thread.
+    # Seconds to compute a block, as of the latest read; written by the engine thread.
     _computing_s: float = 0.0
     _num_slower: int = 0  # prompts for which computing seemed faster
 
@@ -122,7 +132,7 @@ class BlockReads:
         return self._block_s / self._computing_s if self._computing_s else 0.0
 
     def computing_s(self, num_blocks: int) -> float:
-        """Return the least seconds to compute so many blocks; 0 if it is not known."""
+        """Return the seconds to compute so many blocks; 0 if it is not known."""
         return num_blocks * self._computing_s
 
     async def finish(self, timeout_s: float) -> None:
@@ -186,7 +196,7 @@ class BlockReads:
 
     async def _fill(self, read: BlockRead, offer: BlockOffer) -> int:
         """Return how many of the missing blocks were read."""
-        began_s = time.monotonic()
+        began_s = self._events.time()
         num_read, wanted, before = 0, len(read.missing), self._num_waiting
         self._num_waiting += wanted
         try:
@@ -194,7 +204,7 @@ class BlockReads:
         finally:
             self._num_waiting -= wanted
             self.loop.post(lambda: self._insert(read, num_read))
-        seconds = time.monotonic() - began_s
+        seconds = self._events.time() - began_s
         self.seconds.observe(seconds)
         self.num_blocks("read").inc(num_read)
         self.num_blocks("missing").inc(wanted - num_read)
@@ -242,11 +252,11 @@ class BlockReads:
         read.end()
 
     def _is_faster(self, num_tokens: int, num_blocks: int) -> bool:
-        least_s = self.least_s(num_tokens)
-        if not least_s:
+        computing_s = self.likely_s(num_tokens)
+        if not computing_s:
             return True
-        self._computing_s = least_s / num_blocks
-        if self._block_s * (self._num_waiting + num_blocks) <= least_s:
+        self._computing_s = computing_s / num_blocks
+        if self._block_s * (self._num_waiting + num_blocks) <= computing_s:
             return True
         self._num_slower += 1
         if self._num_slower % RETRY == 0:

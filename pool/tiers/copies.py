@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from itertools import islice
 from threading import Lock
 
 from pool.prefix.journal import PointJournal
@@ -50,8 +51,7 @@ class TierCopies:
         new = [name for name in names if name not in self._points][-MAX_POINTS:]
         self._points.update(dict.fromkeys(new))
         self._reported.journal.stored(new)
-        excess = max(len(self._points) - MAX_POINTS, 0)
-        self._drop(list(self._points)[:excess] if excess else [])
+        self._drop(list(islice(self._points, max(len(self._points) - MAX_POINTS, 0))))
 
     def _drop(self, names: Collection[bytes]) -> None:
         known = [name for name in names if name in self._points]

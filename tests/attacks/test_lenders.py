@@ -222,8 +222,9 @@ def name_holder(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Have the router name a decode worker at this address for every prompt, or none."""
     holder = SimpleNamespace(address=address, role=WorkerRole.DECODE) if address else None
     ranked = [(1, WorkerRole.DECODE, address)] if address else []
-    monkeypatch.setattr(BlockHolders, "ranked", lambda *given: ranked)
-    monkeypatch.setattr(BlockHolders, "weighed", lambda holders, context, *given: context)
+    monkeypatch.setattr(
+        BlockHolders, "with_pulls", lambda self, held, *given: replace(held, ranked=ranked)
+    )
     monkeypatch.setattr(BlockHolders, "best", lambda *given: holder)
 
 

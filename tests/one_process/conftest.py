@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from pool.prefix import block_reads
 from pool.pulls import puller
 from tests.support.cluster.reference import checkpoint, reference
 from tests.support.models.grammars import wait_long_for_masks
@@ -14,9 +15,10 @@ __all__ = ["checkpoint", "reference"]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_long_for_masks(monkeypatch)
-    # Whether a prompt is pulled must not depend on how busy this machine is.
+    # Whether a prompt is pulled or read must not depend on how busy this machine is.
     for wait in ("OFFER_S", "LEAST_WAIT_S"):
         monkeypatch.setattr(puller, wait, 60.0)
+    monkeypatch.setattr(block_reads, "RETRY", 1)
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,10 @@ TRACE = (
 def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("trace.jsonl").write_text(TRACE)
+    for content, name in re.findall(r"^echo '(.*)' > (.*)$", PAGE.read_text(), re.MULTILINE):
+        Path(name).write_text(content)
     lines = re.findall(r"^baton simulate (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(lines) == 4
+    assert len(lines) == 6
     said = []
     for line in lines:
         done = CliRunner().invoke(app, [*shlex.split(line), "--plot", "run.png"])

@@ -216,6 +216,16 @@ def test_a_fault_costs_no_request(fault: str) -> None:
     assert stormy.outcomes != calm.outcomes
 
 
+def test_a_process_that_is_killed_twice_starts_once() -> None:
+    """The second kill meets it while it is down. A start that lost the requests of a process that
+    was up again would leave their clients waiting."""
+    faults = tuple(map(Mishap.parse, ("kill:prefill-0@2+3", "kill:prefill-0@4+3")))
+    load = [Planned(at / 4, 500, 2) for at in range(80)]
+    run = simulate(replace(FLEET, num_prefill=2, faults=faults), load)
+    assert errors(run) == []
+    assert run.duration_s < 30
+
+
 def test_pages_that_run_out_cost_time_and_no_request() -> None:
     tight = COSTS.model_copy(
         update={

@@ -57,7 +57,7 @@ def test_bytes_leave_when_they_are_there() -> None:
         await asyncio.sleep(3)
         transfer.release(50)
         await asyncio.sleep(10)
-        return watched.arrived, source.num_bytes
+        return watched.arrived, source.num_sent
 
     assert run_virtually(play()) == ({"only": 3.5}, 100)
 
@@ -71,6 +71,6 @@ def test_a_handoff_that_is_given_up_leaves_its_share() -> None:
         await asyncio.sleep(1)
         lost.cancel()
         await asyncio.sleep(10)
-        return watched.arrived, source.num_vain_bytes
+        return watched.arrived, source.num_vain
 
     assert run_virtually(play()) == ({"kept": 1.5}, 50)

@@ -280,7 +280,7 @@ async def test_blocks_are_not_read_if_computing_them_is_faster() -> None:
     await scene.bring("abcdefgh")  # the first read shows how long a block takes
     reads = scene.disk.reads
     assert reads.cost == 0, "the time to compute a block is not known"
-    reads.least_s = lambda num_tokens: 1e-12
+    reads.likely_s = lambda num_tokens: 1e-12
     for _ in range(15):
         await scene.bring("abcdefgh")
     assert len(scene.stages.moves) == 1
@@ -297,7 +297,7 @@ async def test_the_time_that_reads_wait_for_each_other_is_not_that_of_a_block() 
     scene = Scene("")
     scene.known.known.update(name for text in texts for name in names(text))
     reads = scene.disk.reads
-    reads.least_s = lambda num_tokens: 10.0
+    reads.likely_s = lambda num_tokens: 10.0
     began_s = time.monotonic()
     waiting = [scene.bring(text) for text in texts]
     await until(lambda: len(scene.stages.moves) == MAX_READS)
@@ -313,7 +313,7 @@ async def test_a_prompt_does_not_wait_for_others_longer_than_it_computes() -> No
     scene = Scene("abcdefgh")
     scene.known.known.update(names("xyz"))
     reads = scene.disk.reads
-    reads.least_s = lambda num_tokens: num_tokens * 1e-3
+    reads.likely_s = lambda num_tokens: num_tokens * 1e-3
     reads._block_s = PAGE * 0.5e-3  # half as long as to compute it
     bringing = scene.bring("abcdefgh")
     await until(lambda: scene.stages.moves)

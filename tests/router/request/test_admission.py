@@ -34,7 +34,7 @@ def test_the_best_pace_counts_and_short_prompts_do_not() -> None:
     prefill_rate.observe(200, 1.0)
     assert prefill_rate.least_s(1000) == 0, "two prompts prove nothing"
     prefill_rate.observe(100, 5.0)
-    assert prefill_rate.least_s(1000) == pytest.approx(5.0)
+    assert prefill_rate.least_s(1000) == prefill_rate.likely_s(1000) == pytest.approx(5.0)
     assert prefill_rate.least_s(MIN_TOKENS - 1) == 0
 
 
@@ -48,6 +48,23 @@ def test_a_slow_spell_is_forgotten_though_nothing_faster_was_seen() -> None:
     assert prefill_rate.least_s(100) == pytest.approx(30.0)
     clock.advance(MEMORY_S - 0.5)
     assert prefill_rate.least_s(100) == 0
+
+
+def test_few_and_old_measurements_still_say_what_is_likely() -> None:
+    """Else nothing would be known of a worker with a prompt an hour."""
+    clock = ManualClock()
+    prefill_rate = PrefillRateEstimate(clock)
+    assert prefill_rate.likely_s(1000) == 0
+    prefill_rate.observe(100, 2.0)
+    prefill_rate.observe(200, 1.0)
+    clock.advance(60 * MEMORY_S)
+    assert prefill_rate.least_s(1000) == 0
+    assert prefill_rate.likely_s(1000) == pytest.approx(5.0)
+    assert prefill_rate.likely_s(MIN_TOKENS - 1) == 0
+    for _ in range(MIN_PROMPTS):
+        prefill_rate.observe(100, 3.0)
+        clock.advance(MEMORY_S)
+    assert prefill_rate.likely_s(1000) == pytest.approx(30.0), "the earlier ones are forgotten"
 
 
 def test_a_prompt_that_was_quick_long_ago_promises_nothing_today() -> None:
