@@ -1,26 +1,28 @@
 """The blocks of which a worker's own tiers have copies, as it reports them to routers."""
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from itertools import islice
+from collections.abc import Collection
 from threading import Lock
+from zlib import crc32
 
 from pool.prefix.journal import PointJournal
 from pool.tiers.block_store import Content, ObjectKey
 
-MAX_POINTS = 65_536  # of a tier; the oldest ones beyond are not reported
+MAX_POINTS = 16_384  # reported of a tier: of more, every second one, or fewer
+_ALL = 1 << 32  # more than any checksum
 
 
 class TierCopies:
     """The points in one tier from which prompts resume. All methods are for any thread.
 
     They only hint at what is there: other processes may remove it, and other stages may lack their
-    parts of it.
+    parts of it. Of a large tier they are a sample, so that prompts of any age are known by most of
+    their blocks.
     """
 
     def __init__(self, reported: "ReportedCopies") -> None:
         self._reported = reported
-        self._points = OrderedDict[bytes, None]()  # the oldest first
+        self._points: dict[bytes, None] = {}
+        self._limit = _ALL  # points with smaller checksums are reported
         reported.journal.follow(self._points)
 
     @property
@@ -40,18 +42,25 @@ class TierCopies:
             with self._reported.lock:
                 self._drop([key.block])
 
-    def found(self, blocks: Sequence[bytes]) -> None:
-        """Note the blocks that are there with the content of a point, the oldest first."""
+    def found(self, blocks: Collection[bytes]) -> None:
+        """Note all blocks that are there with the content of a point."""
         present = dict.fromkeys(blocks)
         with self._reported.lock:
+            self._limit = _ALL
             self._drop([name for name in self._points if name not in present])
-            self._add(list(present))
+            self._add(present)
 
     def _add(self, names: Collection[bytes]) -> None:
-        new = [name for name in names if name not in self._points][-MAX_POINTS:]
+        new = [name for name in names if self._is_reported(name) and name not in self._points]
+        while len(self._points) + len(new) > MAX_POINTS:
+            self._limit //= 2
+            new = list(filter(self._is_reported, new))
+            self._drop([name for name in self._points if not self._is_reported(name)])
         self._points.update(dict.fromkeys(new))
         self._reported.journal.stored(new)
-        self._drop(list(islice(self._points, max(len(self._points) - MAX_POINTS, 0))))
+
+    def _is_reported(self, name: bytes) -> bool:
+        return crc32(name) < self._limit
 
     def _drop(self, names: Collection[bytes]) -> None:
         known = [name for name in names if name in self._points]

@@ -462,7 +462,7 @@ WORDS = [
     (PREFIX, "is left alone for ten", "pool/tiers/cache_server.py:AVOID_S", 10),
     (PREFIX, "does not answer within 30 seconds", "pool/tiers/block_tier.py:READ_LIMIT_S", 30),
     (PREFIX, "a half before the first", "router/workers/holders.py:UNSEEN_COST", 0.5),
-    (PREFIX, "the newest 65536 of each", "pool/tiers/copies.py:MAX_POINTS", 65_536),
+    (PREFIX, "of more than 16384 blocks", "pool/tiers/copies.py:MAX_POINTS", 16_384),
     (
         "docs/roles.md",
         "about twice as long as a decode step by default",

@@ -109,13 +109,24 @@ def test_a_block_in_two_tiers_is_reported_until_both_have_lost_it() -> None:
         assert router.read(watcher) == set()
 
 
-def test_only_the_newest_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "MAX_POINTS", 10)
+def test_of_many_copies_a_sample_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "MAX_POINTS", 64)
     reported, router = ReportedCopies(), Router()
     tier = reported.of_tier()
     with reported.journal.watch() as watcher:
-        for number in range(15):
+        for number in range(64):
             tier.stored(key(number))
-        assert router.read(watcher) == set(range(5, 15))
-        tier.found([name(number) for number in range(30)])
-        assert router.read(watcher) == set(range(20, 30))
+        assert router.read(watcher) == set(range(64)), "all that there is room for"
+        for number in range(64, 1000):
+            tier.stored(key(number))
+        sample = router.read(watcher)
+        assert 16 < len(sample) <= 64
+        assert min(sample) < 250, "of any age"
+        assert max(sample) > 750
+        for number in range(1000):
+            tier.removed(key(number))
+        assert router.read(watcher) == set()
+        tier.found([name(number) for number in range(500)])
+        assert 16 < len(router.read(watcher)) <= 64
+        tier.found([name(number) for number in range(60)])
+        assert router.read(watcher) == set(range(60)), "all again"
