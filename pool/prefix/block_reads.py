@@ -9,6 +9,7 @@ place has answered, because a stage may use it until then.
 
 import asyncio
 import logging
+import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -140,12 +141,14 @@ class BlockReads:
         if self._reads:
             await asyncio.wait([read for read, _ in self._reads.values()], timeout=timeout_s)
 
-    async def bring(self, names: tuple[bytes, ...], source: BlockSource) -> int:
+    async def bring(
+        self, names: tuple[bytes, ...], source: BlockSource, *, wait_s: float = math.inf
+    ) -> int:
         """Bring blocks into the cache that only `source` has.
 
         Return up to which of these blocks they reach, 0 if none were brought. It returns early if
-        that fails or is not worth it. A caller that is cancelled leaves the read to others that
-        wait for it.
+        that fails, is not worth it, or is left to a read that goes on for `wait_s` already. A caller
+        that is cancelled leaves the read to others that wait for it.
         """
         tried = set[bytes]()  # first missing blocks that others have read
         reached = 0
@@ -161,7 +164,10 @@ class BlockReads:
                     reached = len(await asyncio.shield(read)) or reached
                 return reached
             tried.add(first)
-            others = await asyncio.shield(self._reads[first][0])
+            read, began_s = self._reads[first]
+            if self._events.time() - began_s >= wait_s:
+                return reached
+            others = await asyncio.shield(read)
             # Names are chained, so those in common are the first ones.
             reached = max(reached, sum(map(operator.eq, names, others)))
 

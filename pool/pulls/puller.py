@@ -86,7 +86,9 @@ class Puller:
         wait_s = max(LEAST_WAIT_S, self.reads.computing_s(num_missing))
         try:
             async with asyncio.timeout(wait_s):
-                return await self.reads.bring(names, _HoldingPool(self, holder))
+                return await self.reads.bring(
+                    names, _HoldingPool(self, holder), wait_s=wait_s
+                )
         except TimeoutError:
             self.avoid(holder.address)
             logger.warning("%s did not lend its blocks within %.3g s", holder.address, wait_s)
