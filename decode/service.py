@@ -134,7 +134,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 )
                 return InPlaceHandler(parts, inbox, event_sender, prompts, request, key, timeout_s)
             reservation = await parts.leader.loop.submit(
-                lambda: parts.ranks.place(request, blocks, take),
+                lambda: parts.ranks.place(request, blocks, take, brought.data_rank),
                 undo=lambda taken: parts.ranks.of(taken.key).release(taken.key),
             )
             if source is None:

@@ -169,7 +169,7 @@ class DecodeLeader:
                 switch=parts.switch,
                 adapters=parts.adapters,
                 tiers=parts.tiers,
-                puller=parts.puller,
+                pullers=parts.pullers,
                 grammars=parts.leader.grammars,
                 caches=parts.config.decode_cache
                 if prompts_of is None

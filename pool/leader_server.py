@@ -92,7 +92,7 @@ class LeaderServer:
         self._adapters = self._make_adapters()
         self._tiers = self._open_tiers()
         reclaimer = MemoryReclaimer(reports, self._leader.loop, self._on_unhealthy)
-        self._lender, self._puller = self._share_caches(reclaimer)
+        self._lender, self._pullers = self._share_caches(reclaimer)
         self._parts = LeaderParts(
             config,
             stage,
@@ -104,7 +104,7 @@ class LeaderServer:
             self._switch,
             self._adapters,
             self._tiers,
-            self._puller,
+            self._pullers,
         )
         self._worker_service = self._make_worker_service()
         self._adapters.changed = self._worker_service.changed
@@ -126,8 +126,7 @@ class LeaderServer:
             finally:
                 leader.drain()
                 await self._server.drain(grace_s=process.config.drain_s)
-                if self._puller is not None:
-                    await self._puller.reads.finish(PULLS_S)
+                await asyncio.gather(*(each.reads.finish(PULLS_S) for each in self._pullers))
                 await asyncio.gather(*(tier.finish(WRITES_S) for tier in self._tiers))
                 leader.stop()
 
@@ -157,15 +156,16 @@ class LeaderServer:
             cache for cache in caches if cache.rule is not None and cache.has_states is needs_states
         ]
 
-    def _share_caches(self, reclaimer: MemoryReclaimer) -> tuple[Lender | None, Puller | None]:
-        """Return what lends blocks to other pools, and what pulls theirs into the only cache."""
+    def _share_caches(self, reclaimer: MemoryReclaimer) -> tuple[Lender | None, list[Puller]]:
+        """Return what lends blocks to other pools, and what pulls theirs into each cache."""
         process, caches = self._process, self._caches
         plan, metrics = process.stage.plan, PullMetrics.create(process.registry)
         lender = Lender(self._leader, plan, caches, reclaimer, metrics) if caches else None
-        if len(caches) != 1:
-            return lender, None
         security = ChannelSecurity(process.certificates)
-        return lender, Puller(caches[0], self._leader, plan, reclaimer, security, metrics)
+        return lender, [
+            Puller(data_rank, cache, self._leader, plan, reclaimer, security, metrics)
+            for data_rank, cache in enumerate(caches)
+        ]
 
     def _open_tiers(self) -> list[BlockTier]:
         """Return the tiers of the only prefix cache, if there is one."""
@@ -273,7 +273,7 @@ class LeaderServer:
         load = worker_load(self._leader, self._board.load_of(role), self._meters, start_s)
         load.roles.extend(self._switch.active)
         load.roles_epoch = self._switch.epoch
-        load.pull_cost = 0.0 if self._puller is None else self._puller.reads.cost
+        load.pull_cost = max((each.reads.cost for each in self._pullers), default=0.0)
         load.copy_cost = max((tier.reads.cost for tier in self._tiers if tier.is_own), default=0.0)
         if load.serving and (reason := self._switch.reason_against(role)):
             load.serving, load.reason = False, reason

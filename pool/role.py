@@ -58,7 +58,7 @@ class LeaderParts:
     switch: RoleSwitch
     adapters: PoolAdapters
     tiers: Sequence[BlockTier]  # of the prefix cache
-    puller: Puller | None  # None if the pool has no prefix cache to pull into
+    pullers: Sequence[Puller]  # by data rank; none if the pool has no prefix cache to pull into
 
 
 class RoleLeader(Protocol):

@@ -388,7 +388,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 return scheduler.submit(request, emit, blocks=blocks, deadline=deadline)
 
             key = await parts.leader.loop.submit(
-                lambda: parts.ranks.place(request, blocks, submit),
+                lambda: parts.ranks.place(request, blocks, submit, brought.data_rank),
                 undo=lambda taken: parts.ranks.of(taken).release(taken),
             )
             return PrefillHandler(

@@ -133,8 +133,8 @@ class PrefillLeader:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
         for tier in parts.tiers:
             tier.reads.likely_s = self.ranks.schedulers[0].best_pace.likely_s
-        if parts.puller is not None:
-            parts.puller.reads.likely_s = self.ranks.schedulers[0].best_pace.likely_s
+        for puller, scheduler in zip(parts.pullers, self.ranks.schedulers, strict=False):
+            puller.reads.likely_s = scheduler.best_pace.likely_s
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,
@@ -145,7 +145,7 @@ class PrefillLeader:
                 switch=parts.switch,
                 adapters=parts.adapters,
                 tiers=parts.tiers,
-                puller=parts.puller,
+                pullers=parts.pullers,
                 grammars=parts.leader.grammars,
                 caches=parts.config.prefix_cache,
                 ranks=self.ranks,

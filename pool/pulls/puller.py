@@ -51,14 +51,16 @@ LendCall = grpc.aio.StreamStreamCall[pb.LendRequest, pb.LendResponse]
 
 @dataclass(eq=False)
 class Puller:
-    """The pulls of a pool. Belongs to the event loop's thread."""
+    """The pulls of one data rank of a pool. Belongs to the event loop's thread."""
 
+    data_rank: int
     cache: PrefixCache
     leader: Leader
     plan: StagePlan
     reclaimer: MemoryReclaimer
     security: ChannelSecurity
     metrics: PullMetrics
+    num_expected: int = 0  # tokens of prompts that wait for pulls; belongs to the engine thread
     _failed: dict[str, float] = field(default_factory=dict)  # holders, until this loop time
 
     def __post_init__(self) -> None:
@@ -86,9 +88,7 @@ class Puller:
         wait_s = max(LEAST_WAIT_S, self.reads.computing_s(num_missing))
         try:
             async with asyncio.timeout(wait_s):
-                return await self.reads.bring(
-                    names, _HoldingPool(self, holder), wait_s=wait_s
-                )
+                return await self.reads.bring(names, _HoldingPool(self, holder), wait_s=wait_s)
         except TimeoutError:
             self.avoid(holder.address)
             logger.warning("%s did not lend its blocks within %.3g s", holder.address, wait_s)
@@ -189,12 +189,12 @@ class _BorrowedBlocks:
             key=new_key(),
             page_ids=read.pages.page_ids,
             slot_id=read.slot_id,
-            stages=group.endpoints(),
+            stages=group.endpoints(puller.data_rank),
             with_draft=share_draft(puller.leader.compatibility.digest, source.compatibility),
             held_tokens=read.num_found * source.page_size,
         )
         changed = asyncio.Event()
-        group.open_receive(source, destination, session, changed.set)
+        group.open_receive(source, destination, session, changed.set, puller.data_rank)
         watching = asyncio.create_task(self._watch(session, changed))
         try:
             await until_state(session, changed, ReceiveState.RECEIVING)

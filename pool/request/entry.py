@@ -255,36 +255,57 @@ class DataRanks(Generic[SchedulerT]):
     schedulers: tuple[SchedulerT, ...]
 
     def place(
-        self, request: Request, blocks: Sequence[bytes], admit: Callable[[SchedulerT], ResultT]
+        self,
+        request: Request,
+        blocks: Sequence[bytes],
+        admit: Callable[[SchedulerT], ResultT],
+        first: int | None = None,
     ) -> ResultT:
         """Admit the request on the least loaded data rank with room; return `admit`'s result.
 
-        Ranks are ordered by queued tokens less cached tokens, then by free pages, then by requests.
-        `blocks` are the names of its prompt's full pages; cached ones need not be computed or sent.
+        Ranks are ordered by queued tokens less cached tokens, then by free pages, then by requests;
+        `first` precedes them. `blocks` are the names of its prompt's full pages; cached ones need
+        not be computed or sent.
 
         Raises:
             CapacityError: no rank had room; the error is that of the first choice.
         """
 
-        def worth(scheduler: SchedulerT) -> tuple[int, int, int]:
-            load = scheduler.load()
-            found = scheduler.cache.find(blocks, len(request.prompt_token_ids))
-            return (
-                load.queued_tokens - found.num_tokens,
-                -load.pages_free,
-                load.queued_requests + load.running_requests,
-            )
-
         if len(self.schedulers) == 1:
             return admit(self.schedulers[0])
         refusal: CapacityError | None = None
-        for scheduler in sorted(self.schedulers, key=worth):
+        ranks = self._by_worth(request, blocks)
+        for rank in sorted(ranks, key=lambda rank: rank != first):
             try:
-                return admit(scheduler)
+                return admit(self.schedulers[rank])
             except CapacityError as error:
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
+
+    def preferred(self, request: Request, blocks: Sequence[bytes], expected: Sequence[int]) -> int:
+        """Return the data rank on which `place` would admit the request first.
+
+        `expected` are the tokens that each is going to have queued besides.
+        """
+        return self._by_worth(request, blocks, expected)[0]
+
+    def _by_worth(
+        self, request: Request, blocks: Sequence[bytes], expected: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the data ranks in the order in which they are tried."""
+
+        def worth(rank: int) -> tuple[int, int, int]:
+            scheduler = self.schedulers[rank]
+            load = scheduler.load()
+            found = scheduler.cache.find(blocks, len(request.prompt_token_ids))
+            return (
+                load.queued_tokens + (expected[rank] if expected else 0) - found.num_tokens,
+                -load.pages_free,
+                load.queued_requests + load.running_requests,
+            )
+
+        return sorted(range(len(self.schedulers)), key=worth)
 
     def of(self, key: int) -> SchedulerT:
         """Return the scheduler that has this request, or any if the request is over."""

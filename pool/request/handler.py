@@ -9,8 +9,8 @@ import ctypes
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -123,11 +123,12 @@ class Brought:
     """The first tokens of a prompt that a pool had in memory, or copied for it.
 
     Those up to `num_held` were in memory. After them, one place after another had those up to the
-    end that `reached` gives for it.
+    end that `reached` gives for it. They are on `data_rank`, on any if it is None.
     """
 
     num_held: int = 0
     reached: Mapping[str, int] = field(default_factory=dict)
+    data_rank: int | None = None
 
     def counts(self, num_cached: int) -> dict[str, int]:
         """Return how many of the first `num_cached` tokens came from each place.
@@ -143,6 +144,17 @@ class Brought:
         return counts
 
 
+class RankChoice(Protocol):
+    """The `pool.request.entry.DataRanks` of either role."""
+
+    def preferred(self, request: Request, blocks: Sequence[bytes], expected: Sequence[int]) -> int:
+        """Return the data rank that would admit a request, on the engine thread.
+
+        `expected` are the tokens that each is going to have queued besides.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestParts:
     """The components that a request on a pool of either role uses."""
@@ -154,8 +166,11 @@ class RequestParts:
     post: EventPost
     switch: RoleSwitch
     adapters: PoolAdapters
+    ranks: RankChoice
     tiers: Sequence[BlockTier] = ()
-    puller: Puller | None = None
+    pullers: Sequence[
+        Puller
+    ] = ()  # by data rank; none if the pool has no prefix cache to pull into
     grammars: GrammarCheck | None = None
     caches: bool = False  # whether the pool has a prefix cache
 
@@ -184,21 +199,51 @@ class RequestParts:
             UnavailableError: the pool lost a stage meanwhile.
         """
         places = {str(tier.tier): partial(tier.bring, request, blocks) for tier in self.tiers}
-        if self.puller is not None and holder.address:
-            # Nothing is nearer than the own host, and no tier beyond it is nearer than a worker.
-            pull = {PULLED: partial(self.puller.bring, request, blocks, holder)}
-            nearest = {name: places.pop(name) for name in (Tier.HOST,) if name in places}
-            places = nearest | pull | places
-        if not places:
+        pullers = self.pullers if holder.address else ()
+        if not places and not pullers:
             return Brought()
-        cache = self.puller.cache if self.puller is not None else self.tiers[0].cache
-        num_held = cache.num_resumable(blocks)
-        reached = {name: await bring() for name, bring in places.items()}
+        async with self._data_rank_for(request, blocks, pullers) as data_rank:
+            if pullers:
+                # Nothing is nearer than the own host, and no tier beyond it is nearer than a worker.
+                pull = {PULLED: partial(pullers[data_rank].bring, request, blocks, holder)}
+                nearest = {name: places.pop(name) for name in (Tier.HOST,) if name in places}
+                places = nearest | pull | places
+            cache = pullers[data_rank].cache if pullers else self.tiers[0].cache
+            num_held = cache.num_resumable(blocks)
+            reached = {name: await bring() for name, bring in places.items()}
         self.check(request)
         page_size = self.plan.geometry.page_size
         return Brought(
-            page_size * num_held, {name: page_size * end for name, end in reached.items()}
+            page_size * num_held,
+            {name: page_size * end for name, end in reached.items()},
+            data_rank if any(reached.values()) else None,
         )
+
+    @asynccontextmanager
+    async def _data_rank_for(
+        self, request: Request, blocks: Sequence[bytes], pullers: Sequence[Puller]
+    ) -> AsyncGenerator[int, None]:
+        """Choose the data rank that pulls for a request, and count its tokens there meanwhile."""
+        if len(pullers) < 2:
+            yield 0
+            return
+        num_tokens, loop = len(request.prompt_token_ids), self.leader.loop
+
+        def choose() -> int:
+            data_rank = self.ranks.preferred(
+                request, blocks, [puller.num_expected for puller in pullers]
+            )
+            pullers[data_rank].num_expected += num_tokens
+            return data_rank
+
+        def forget(data_rank: int) -> None:
+            pullers[data_rank].num_expected -= num_tokens
+
+        chosen = await loop.submit(choose, undo=forget)
+        try:
+            yield chosen
+        finally:
+            loop.post(lambda: forget(chosen))
 
     def check(self, request: Request) -> None:
         """Check that the stages can run a request that has waited before it was queued.

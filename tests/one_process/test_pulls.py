@@ -16,6 +16,7 @@ from bench.acceptance import held_out_queries
 from decode import worker
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
+from pool.pulls.puller import Puller
 from tests.support.cluster.leaders import flush
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
@@ -117,6 +118,50 @@ async def test_a_prefill_worker_takes_what_another_computed(
         usage = completion.finish.usage
         assert (usage.cached_tokens, usage.pulled_tokens, usage.disk_tokens) == (192, 192, 0)
         assert [shown(completion)] == answers_of(model, longer)
+
+
+DATA_RANKS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"prefill_pp": 2, "prefill_tp": 2, "prefill": {"dp_attention": 2}, "decode_tp": 2}),
+    ("deepseek_v3", {"prefill_tp": 2, "prefill": {"dp_attention": 2}, "decode_pp": 2}),
+    ("qwen3_moe", {"worker": {"dp_attention": 2}, "worker_tp": 2, "num_workers": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), DATA_RANKS, ids=str)
+async def test_every_data_rank_takes_what_others_have(
+    family: str, layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several prompts at a time, so that all data ranks get some."""
+    pulling, bring = set[int](), Puller.bring
+
+    async def noted(self: Puller, *given: Any) -> int:  # noqa: ANN401 - passed on
+        pulling.add(self.data_rank)
+        return await bring(self, *given)
+
+    monkeypatch.setattr(Puller, "bring", noted)
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    firsts = [question(f"{at}", ROOT[at : at + 120], num_tokens=20) for at in range(0, 200, 50)]
+    is_aggregated = "worker" in layout
+    policy: dict[str, object] = {"policy": "round_robin"} if is_aggregated else {}
+    async with cluster_in_process(
+        model, router=ROUTER | policy, announced=tmp_path, **layout, **SETTINGS
+    ) as client:
+        turns = await asyncio.gather(*(ask(client, first) for first in firsts))
+        if not is_aggregated:
+            await flush(tmp_path / "prefill-0.json")
+        await asyncio.sleep(HEARD_S)
+        later = [
+            question(f"{first.request_id} goes on", [*first.prompt_token_ids, *turn.token_ids, 7])
+            for first, turn in zip(firsts, turns, strict=True)
+        ]
+        seconds = await asyncio.gather(*(ask(client, each) for each in later))
+        assert [shown(second) for second in seconds] == answers_of(model, *later)
+        usages = [second.finish.usage for second in seconds]
+        known = (120 + 20 - 1) // PAGE * PAGE
+        assert [usage.cached_tokens for usage in usages] == [known] * len(later)
+        pulled = [usage.pulled_tokens for usage in usages]
+        assert all(pulled) if not is_aggregated else any(pulled)
+    assert pulling == {0, 1} or is_aggregated
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])

@@ -567,3 +567,23 @@ def test_a_data_rank_with_a_full_queue_stops_no_other() -> None:
     assert place(1) == 0
     with pytest.raises(CapacityError, match="2 prompts are queued, the limit is 2"):
         place(1)
+
+
+def test_the_preferred_data_rank_counts_what_others_will_queue() -> None:
+    ranks = DataRanks((make(max_queued=1), make()))
+    wanted = Request("r", tuple(range(8)), 5, SamplingParams(temperature=0))
+
+    def place(first: int | None = None) -> int:
+        def admit(scheduler: PrefillScheduler) -> PrefillScheduler:
+            scheduler.submit(wanted, lambda event: None)
+            return scheduler
+
+        return ranks.schedulers.index(ranks.place(wanted, (), admit, first))
+
+    assert ranks.preferred(wanted, (), (0, 0)) == 0
+    assert ranks.preferred(wanted, (), (1, 0)) == 1
+    assert place(first=1) == 1, "it goes first, though the other is as good"
+    assert ranks.preferred(wanted, (), (0, 0)) == 0
+    assert place(first=1) == 1
+    assert place(first=0) == 0
+    assert place(first=0) == 1, "if there is room"

@@ -64,7 +64,7 @@ class Pool:
 
     async def serve(self) -> None:
         own: Any = self
-        others: dict[str, Any] = dict.fromkeys(("reclaimer", "meters", "post", "switch"))
+        others: dict[str, Any] = dict.fromkeys(("reclaimer", "meters", "post", "switch", "ranks"))
         parts = RequestParts(
             leader=own, plan=own, adapters=own, tiers=(own,), grammars=own, **others
         )
