@@ -15,6 +15,7 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.retry import Retry
+from baton.values import Query
 from bench.storm import leaks, truth
 from bench.storm.adapters import StormAdapters
 from bench.storm.cache_server import StormServer
@@ -179,13 +180,7 @@ async def _run(config: StormConfig, storm: Storm, equipment: Equipment) -> None:
             adapters=() if equipment.adapters is None else equipment.adapters.names,
             has_all_features=config.layout.has_all_features,
         )
-        warm_up = asyncio.gather(
-            *(
-                client.complete(question, timeout_s=60)
-                for question in questions[:WARM_UP]
-                for client in clients
-            )
-        )
+        warm_up = asyncio.gather(*(_warm_up(client, questions[:WARM_UP]) for client in clients))
         arithmetic = config.layout.arithmetic
         storm.truths = (
             await truth.truths(config.model, questions, arithmetic=arithmetic)
@@ -199,6 +194,12 @@ async def _run(config: StormConfig, storm: Storm, equipment: Equipment) -> None:
         storm.held = await leaks.settled(clients, SETTLE_S)
         storm.settled_s = time.monotonic() - storm.end_s
         storm.num_descriptors = leaks.grown(before, leaks.descriptors(cluster))
+
+
+async def _warm_up(client: AsyncBatonClient, questions: Sequence[Query]) -> None:
+    """Ask one after the other, because a router may let only few requests wait."""
+    for question in questions:
+        await client.complete(question, timeout_s=60)
 
 
 async def _blow(config: StormConfig, storm: Storm, traffic: Traffic, injector: Injector) -> None:
