@@ -1,7 +1,7 @@
 """The Caches service of a leader: how much its prefix caches hold, and how long it was not used."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -25,13 +25,13 @@ class PoolCachesService(caches_pb2_grpc.CachesServicer):
         self,
         caches: Sequence[PrefixCache],
         loop: EngineLoop,
-        tiers: Sequence[BlockTier],
+        tiers: Iterable[BlockTier],
         registry: CollectorRegistry,
     ) -> None:
         """Create the servicer; `registry` has the counters of the caches."""
         self._caches = caches
         self._loop = loop
-        self._tiers = tiers
+        self._tiers = tuple(tiers)
         self._registry = registry
 
     async def ListCaches(

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from itertools import chain
 
 from engine.loop import LoopObserver
 from engine.sampling.guided import GuidedSampler
@@ -10,6 +11,7 @@ from pool.caches_service import PoolCachesService
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.session_reports import SessionReports
+from pool.pipeline.tiers import find_blocks
 from pool.prefix.cache import PrefixCache
 from pool.pulls.lender import Lender
 from pool.pulls.puller import Puller
@@ -127,7 +129,7 @@ class LeaderServer:
                 leader.drain()
                 await self._server.drain(grace_s=process.config.drain_s)
                 await asyncio.gather(*(each.reads.finish(PULLS_S) for each in self._pullers))
-                await asyncio.gather(*(tier.finish(WRITES_S) for tier in self._tiers))
+                await asyncio.gather(*(tier.finish(WRITES_S) for tier in chain(*self._tiers)))
                 leader.stop()
 
     def _make_adapters(self) -> PoolAdapters:
@@ -167,21 +169,26 @@ class LeaderServer:
             for data_rank, cache in enumerate(caches)
         ]
 
-    def _open_tiers(self) -> list[BlockTier]:
-        """Return the tiers of the only prefix cache, if there is one."""
-        caches, leader = self._caches, self._leader
-        metrics = TierMetrics.create(self._process.registry)
+    def _open_tiers(self) -> list[list[BlockTier]]:
+        """Return the tiers of each prefix cache, by data rank."""
+        leader, metrics = self._leader, TierMetrics.create(self._process.registry)
         return [
-            BlockTier(
-                tier,
-                caches[0],
-                own,
-                leader.loop,
-                partial(leader.group.move_blocks, own),
-                metrics,
-            )
-            for tier, own in self._process.stage.tiers.blocks.items()
-            if caches
+            [
+                BlockTier(
+                    tier,
+                    cache,
+                    own,
+                    leader.loop,
+                    partial(leader.group.move_blocks, own, data_rank),
+                    partial(leader.group.find_blocks, own, tier, data_rank)
+                    if data_rank
+                    else partial(find_blocks, own),
+                    metrics,
+                    data_rank,
+                )
+                for tier, own in self._process.stage.tiers.blocks.items()
+            ]
+            for data_rank, cache in enumerate(self._caches)
         ]
 
     def _observer(self) -> LoopObserver:
@@ -206,7 +213,7 @@ class LeaderServer:
             self._role.journal,
             lambda: leader.loop.submit(self._role.ranks.flush),
             self._switch,
-            process.stage.tiers.copies if self._tiers else None,
+            process.stage.tiers.copies if any(self._tiers) else None,
         )
 
     def _add_services(self) -> None:
@@ -218,7 +225,9 @@ class LeaderServer:
         )
         kept = [each.cache for each in self._role.ranks.schedulers if each.cache.rule is not None]
         caches_pb2_grpc.add_CachesServicer_to_server(
-            PoolCachesService(kept, self._leader.loop, self._tiers, self._process.registry),
+            PoolCachesService(
+                kept, self._leader.loop, chain(*self._tiers[:1]), self._process.registry
+            ),
             server.grpc,
         )
         if self._lender is not None:
@@ -274,7 +283,8 @@ class LeaderServer:
         load.roles.extend(self._switch.active)
         load.roles_epoch = self._switch.epoch
         load.pull_cost = max((each.reads.cost for each in self._pullers), default=0.0)
-        load.copy_cost = max((tier.reads.cost for tier in self._tiers if tier.is_own), default=0.0)
+        tiers = (tier for tier in chain(*self._tiers) if tier.is_own)
+        load.copy_cost = max((tier.reads.cost for tier in tiers), default=0.0)
         if load.serving and (reason := self._switch.reason_against(role)):
             load.serving, load.reason = False, reason
         return load

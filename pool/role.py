@@ -57,7 +57,7 @@ class LeaderParts:
     registry: CollectorRegistry
     switch: RoleSwitch
     adapters: PoolAdapters
-    tiers: Sequence[BlockTier]  # of the prefix cache
+    tiers: Sequence[Sequence[BlockTier]]  # of the prefix caches, by data rank
     pullers: Sequence[Puller]  # by data rank; none if the pool has no prefix cache to pull into
 
 

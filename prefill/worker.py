@@ -131,10 +131,10 @@ class PrefillLeader:
         self, server: GrpcServer, parts: LeaderParts, *, may_decode: bool = False
     ) -> None:
         """Add the Prefill service over these schedulers, of a pool that also decodes or not."""
-        for tier in parts.tiers:
-            tier.reads.likely_s = self.ranks.schedulers[0].best_pace.likely_s
-        for puller, scheduler in zip(parts.pullers, self.ranks.schedulers, strict=False):
-            puller.reads.likely_s = scheduler.best_pace.likely_s
+        sources = zip(parts.pullers, parts.tiers, self.ranks.schedulers, strict=False)
+        for puller, tiers, scheduler in sources:
+            for reads in (puller.reads, *(tier.reads for tier in tiers)):
+                reads.likely_s = scheduler.best_pace.likely_s
         service = PrefillService(
             PrefillParts(
                 leader=parts.leader,

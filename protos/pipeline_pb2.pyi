@@ -204,18 +204,32 @@ class MoveBlocks(_message.Message):
     tier: str
     def __init__(self, number: _Optional[int] = ..., load: _Optional[bool] = ..., names: _Optional[_Iterable[bytes]] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., state_of: _Optional[bytes] = ..., tier: _Optional[str] = ...) -> None: ...
 
+class FindBlocks(_message.Message):
+    __slots__ = ("number", "tier", "names", "with_state")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    WITH_STATE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    tier: str
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    with_state: bool
+    def __init__(self, number: _Optional[int] = ..., tier: _Optional[str] = ..., names: _Optional[_Iterable[bytes]] = ..., with_state: _Optional[bool] = ...) -> None: ...
+
 class JoinResponse(_message.Message):
-    __slots__ = ("formed", "open_session", "close_session", "check_grammar", "hold_adapters", "move_blocks")
+    __slots__ = ("formed", "open_session", "close_session", "check_grammar", "hold_adapters", "move_blocks", "find_blocks")
     FORMED_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSION_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     CHECK_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     HOLD_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MOVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIND_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     formed: PoolFormed
     open_session: OpenSession
     close_session: CloseSession
     check_grammar: CheckGrammar
     hold_adapters: HoldAdapters
     move_blocks: MoveBlocks
-    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ..., hold_adapters: _Optional[_Union[HoldAdapters, _Mapping]] = ..., move_blocks: _Optional[_Union[MoveBlocks, _Mapping]] = ...) -> None: ...
+    find_blocks: FindBlocks
+    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ..., hold_adapters: _Optional[_Union[HoldAdapters, _Mapping]] = ..., move_blocks: _Optional[_Union[MoveBlocks, _Mapping]] = ..., find_blocks: _Optional[_Union[FindBlocks, _Mapping]] = ...) -> None: ...

@@ -28,7 +28,7 @@ from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
 from pool.pipeline.join import JoinReports, JoinStream
 from pool.pipeline.membership import weights_to_proto
-from pool.pipeline.tiers import answer_move, settle
+from pool.pipeline.tiers import answer_blocks, settle
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
@@ -222,8 +222,8 @@ class Follower:
                 self._start(self._check_grammar(command.check_grammar))
             case "hold_adapters":
                 self._start(self._hold_adapters(command.hold_adapters))
-            case "move_blocks":
-                self._start(self._move_blocks(command.move_blocks))
+            case "move_blocks" | "find_blocks":
+                self._start(self._answer_blocks(command))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -255,10 +255,10 @@ class Follower:
         if stream is not None:
             stream.send(pb.JoinRequest(adapters_held=answer))
 
-    async def _move_blocks(self, command: pb.MoveBlocks) -> None:
-        """Write or read blocks; answer if the stream of the asking leader is still open."""
+    async def _answer_blocks(self, command: pb.JoinResponse) -> None:
+        """Move or find blocks; answer if the stream of the asking leader is still open."""
         stream = self._reports.stream
-        answer = await answer_move(self._stage.tiers.blocks, command)
+        answer = await answer_blocks(self._stage.tiers.blocks, command)
         if stream is not None:
             stream.send(pb.JoinRequest(blocks_moved=answer))
 

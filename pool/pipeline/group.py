@@ -6,7 +6,8 @@ to the session (`pool.pipeline.session_reports`).
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 from engine.core.layer_range import Placement
 from pool.pipeline.adapters import OnEngine, hold_adapters
@@ -14,8 +15,9 @@ from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
 from pool.pipeline.questions import AnswerT, StageQuestions
 from pool.pipeline.session_reports import SessionReports
-from pool.pipeline.tiers import move_blocks, move_to_proto
+from pool.pipeline.tiers import find_blocks, move_blocks, move_to_proto
 from pool.stage.adapters import LoadedAdapters
+from pool.tiers.block_store import Tier
 from pool.tiers.stage_blocks import BlockMove, StageBlocks
 from protos import pipeline_pb2 as pb
 from runtime.errors import (
@@ -37,6 +39,7 @@ from transfer.session import ReceiveSession, SendSession
 
 # Seconds for a stage that must first load its tokenizer; it limits compilation itself.
 GRAMMAR_TIMEOUT_S = 75.0
+FIND_TIMEOUT_S = 5.0  # seconds for a stage to look blocks up
 HOLD_TIMEOUT_S = 60.0  # seconds for a stage to load adapters from its disk
 
 
@@ -204,36 +207,80 @@ class StageGroup:
                 f"process {link.rank} of the pool: {answer.problem}", field="adapters"
             )
 
-    async def move_blocks(self, own: StageBlocks, move: BlockMove) -> int:
-        """Have all processes move blocks; return how many of the first ones all of them had.
+    async def move_blocks(self, own: StageBlocks, data_rank: int, move: BlockMove) -> int:
+        """Have all processes of a data rank move blocks; return how many of the first ones all had.
 
         No process uses the memory of the blocks afterwards, whatever the result.
 
         Raises:
             UnavailableError: a process is missing, or was lost.
         """
+        # Without a limit: until it answers or is lost, a process may use the memory.
+        return await self._least(
+            data_rank,
+            lambda: move_blocks(own, move),
+            lambda link, number: link.send(move_blocks=move_to_proto(number, move)),
+            math.inf,
+        )
+
+    async def find_blocks(
+        self,
+        own: StageBlocks,
+        tier: Tier,
+        data_rank: int,
+        names: Sequence[bytes],
+        *,
+        with_state: bool,
+    ) -> int:
+        """Return how many blocks, from the first on, all processes of a data rank could read.
+
+        With `with_state` the state after the last of them is there, too.
+
+        Raises:
+            UnavailableError: a process is missing, or was lost.
+            DeadlineError: a process does not answer.
+        """
+        asked = pb.FindBlocks(tier=tier, names=names, with_state=with_state)
+
+        def ask(link: StageLink, number: int) -> None:
+            link.send(
+                find_blocks=pb.FindBlocks(
+                    number=number, tier=asked.tier, names=asked.names, with_state=asked.with_state
+                )
+            )
+
+        return await self._least(
+            data_rank, lambda: find_blocks(own, names, with_state=with_state), ask, FIND_TIMEOUT_S
+        )
+
+    async def _least(
+        self,
+        data_rank: int,
+        here: Callable[[], Awaitable[int]],
+        ask: Callable[[StageLink, int], None],
+        timeout_s: float,
+    ) -> int:
+        """Return the least number of blocks of this process, if it is of the data rank, and of
+        the others there.
+        """
         if not self.formed:
             raise UnavailableError("a stage of the pool is missing")
+        members = self._members[data_rank]
         ended = await asyncio.gather(
-            move_blocks(own, move),
-            *(self._move_at(link, move) for link in self._links),
+            *([here()] if 0 in members else ()),
+            *(
+                self._ask(link, self._moves, partial(ask, link), timeout_s, "moved or found blocks")
+                for rank, link in enumerate(self._links, 1)
+                if rank in members
+            ),
             return_exceptions=True,
         )
+        counts = list[int]()
         for result in ended:
             if isinstance(result, BaseException):
                 raise result
-        return min(result for result in ended if isinstance(result, int))
-
-    async def _move_at(self, link: StageLink, move: BlockMove) -> int:
-        # Without a limit: until it answers or is lost, the process may use the memory.
-        answer = await self._ask(
-            link,
-            self._moves,
-            lambda number: link.send(move_blocks=move_to_proto(number, move)),
-            math.inf,
-            "moved blocks",
-        )
-        return answer.num_blocks
+            counts.append(result if isinstance(result, int) else result.num_blocks)
+        return min(counts)
 
     def stage_answered(self, rank: int, answer: pb.JoinRequest) -> None:
         """Take the answer of a process to a question of this group."""

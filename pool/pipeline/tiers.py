@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pool.tiers.block_store import Tier
@@ -31,8 +31,16 @@ async def settle(tiers: Mapping[Tier, StageBlocks]) -> None:
             await events.run_in_executor(executor, lambda: None)
 
 
-async def answer_move(tiers: Mapping[Tier, StageBlocks], command: pb.MoveBlocks) -> pb.BlocksMoved:
-    """Carry out a command of the leader; return the answer."""
+async def answer_blocks(
+    tiers: Mapping[Tier, StageBlocks], command: pb.JoinResponse
+) -> pb.BlocksMoved:
+    """Carry out a command of the leader to move or to find blocks; return the answer."""
+    if command.HasField("find_blocks"):
+        return await _answer_find(tiers, command.find_blocks)
+    return await _answer_move(tiers, command.move_blocks)
+
+
+async def _answer_move(tiers: Mapping[Tier, StageBlocks], command: pb.MoveBlocks) -> pb.BlocksMoved:
     answer = pb.BlocksMoved(number=command.number)
     try:
         move = move_from_proto(command)
@@ -41,6 +49,21 @@ async def answer_move(tiers: Mapping[Tier, StageBlocks], command: pb.MoveBlocks)
             answer.num_blocks = await move_blocks(own, move)
     except BatonError as error:
         logger.error("blocks were not moved: %s", error)
+    return answer
+
+
+async def find_blocks(own: StageBlocks, names: Sequence[bytes], *, with_state: bool) -> int:
+    """Return what `StageBlocks.num_known` does."""
+    return await own.run(own.reading, lambda: own.num_known(names, with_state=with_state))
+
+
+async def _answer_find(
+    tiers: Mapping[Tier, StageBlocks], question: pb.FindBlocks
+) -> pb.BlocksMoved:
+    answer = pb.BlocksMoved(number=question.number)
+    own = next((own for tier, own in tiers.items() if tier == question.tier), None)
+    if own is not None and all(len(name) == NAME_BYTES for name in question.names):
+        answer.num_blocks = await find_blocks(own, question.names, with_state=question.with_state)
     return answer
 
 

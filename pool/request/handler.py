@@ -167,10 +167,9 @@ class RequestParts:
     switch: RoleSwitch
     adapters: PoolAdapters
     ranks: RankChoice
-    tiers: Sequence[BlockTier] = ()
-    pullers: Sequence[
-        Puller
-    ] = ()  # by data rank; none if the pool has no prefix cache to pull into
+    # By data rank; none if the pool has no prefix cache to copy blocks into.
+    tiers: Sequence[Sequence[BlockTier]] = ()
+    pullers: Sequence[Puller] = ()
     grammars: GrammarCheck | None = None
     caches: bool = False  # whether the pool has a prefix cache
 
@@ -198,18 +197,20 @@ class RequestParts:
         Raises:
             UnavailableError: the pool lost a stage meanwhile.
         """
-        places = {str(tier.tier): partial(tier.bring, request, blocks) for tier in self.tiers}
-        pullers = self.pullers if holder.address else ()
-        if not places and not pullers:
+        may_pull = bool(self.pullers and holder.address)
+        if not may_pull and not any(self.tiers):
             return Brought()
-        async with self._data_rank_for(request, blocks, pullers) as data_rank:
-            if pullers:
+        async with self._data_rank_for(request, blocks) as data_rank:
+            places = {
+                str(tier.tier): partial(tier.bring, request, blocks)
+                for tier in self.tiers[data_rank]
+            }
+            if may_pull:
                 # Nothing is nearer than the own host, and no tier beyond it is nearer than a worker.
-                pull = {PULLED: partial(pullers[data_rank].bring, request, blocks, holder)}
+                pull = {PULLED: partial(self.pullers[data_rank].bring, request, blocks, holder)}
                 nearest = {name: places.pop(name) for name in (Tier.HOST,) if name in places}
                 places = nearest | pull | places
-            cache = pullers[data_rank].cache if pullers else self.tiers[0].cache
-            num_held = cache.num_resumable(blocks)
+            num_held = self.pullers[data_rank].cache.num_resumable(blocks)
             reached = {name: await bring() for name, bring in places.items()}
         self.check(request)
         page_size = self.plan.geometry.page_size
@@ -221,9 +222,10 @@ class RequestParts:
 
     @asynccontextmanager
     async def _data_rank_for(
-        self, request: Request, blocks: Sequence[bytes], pullers: Sequence[Puller]
+        self, request: Request, blocks: Sequence[bytes]
     ) -> AsyncGenerator[int, None]:
-        """Choose the data rank that pulls for a request, and count its tokens there meanwhile."""
+        """Choose the data rank that copies blocks for a request; count its tokens there meanwhile."""
+        pullers = self.pullers
         if len(pullers) < 2:
             yield 0
             return

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from engine.core.request import Request
 from engine.loop import EngineLoop
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 READ_LIMIT_S = 30.0  # seconds that a request waits for its blocks
 REFRESH_S = 60.0  # seconds between two notes in the tier that blocks are in use
 _LOOK_S = 0.01  # between two looks at the writes that are left
+
+
+class FindBlocks(Protocol):
+    """A count of the blocks that could be read, from the first on."""
+
+    async def __call__(self, names: Sequence[bytes], /, *, with_state: bool) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class _TierBlocks:
                 state_of=b"" if read.slot is None else read.names[-1],
             )
         )
-        if num_read < len(wanted):
+        if num_read < len(wanted) and not tier.data_rank:
             # Of a model with states, nothing is resumed from where the state is missing.
             lacked = (
                 (wanted[num_read], Content.PAGE)
@@ -65,10 +72,15 @@ class _TierBlocks:
 
 @dataclass(eq=False)
 class BlockTier:
-    """The copies of a pool's blocks in one tier. Implements `BlockSource` for its reads.
+    """The copies of a data rank's blocks in one tier. Implements `BlockSource` for its reads.
 
-    `move` has all stages move blocks, and returns how many of the first ones all of them had. It
-    belongs to the event loop's thread, except for its `writes`.
+    It belongs to the event loop's thread, except for its `writes`.
+
+    Attributes:
+        own: the tier of this process, which is of the first data rank.
+        move: has all stages move blocks; returns how many of the first ones all of them had.
+        find: returns how many of these blocks could be read, with a state after them if that is
+            asked for.
     """
 
     tier: Tier
@@ -76,7 +88,9 @@ class BlockTier:
     own: StageBlocks
     loop: EngineLoop
     move: Callable[[BlockMove], Awaitable[int]]
+    find: FindBlocks
     metrics: TierMetrics
+    data_rank: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _refreshed: set[bytes] = field(default_factory=set)  # last blocks of prompts, for a while
 
@@ -133,10 +147,7 @@ class BlockTier:
     async def offer(
         self, names: Sequence[bytes], num_cached: int
     ) -> AsyncGenerator["_TierBlocks", None]:
-        missing, has_states = names[num_cached:], self.cache.has_states
-        num_known = await self.own.run(
-            self.own.reading, lambda: self.own.num_known(missing, with_state=has_states)
-        )
+        num_known = await self.find(names[num_cached:], with_state=self.cache.has_states)
         yield _TierBlocks(self, num_known)
 
     def _refresh(self, names: tuple[bytes, ...]) -> None:

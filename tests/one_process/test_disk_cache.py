@@ -17,8 +17,10 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
+from pool.pipeline.group import StageGroup
 from pool.tiers import block_tier, folder
 from pool.tiers.folder import FilePath, read_file
+from pool.tiers.stage_blocks import BlockMove, StageBlocks
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
@@ -47,6 +49,7 @@ LATER = (
 )
 # Writer, reader.
 Layout = dict[str, Any]
+DATA_RANKS: Layout = {"prefill_tp": 2, "prefill": {"dp_attention": 2}}
 LAYOUTS: list[tuple[str, torch.dtype, Layout, Layout]] = [
     ("llama", torch.bfloat16, {}, {}),
     ("llama", torch.bfloat16, {"prefill_pp": 3}, {"prefill_pp": 2, "prefill_tp": 2}),
@@ -55,6 +58,9 @@ LAYOUTS: list[tuple[str, torch.dtype, Layout, Layout]] = [
     ("deepseek_v3", torch.float32, {"prefill_tp": 2}, {"prefill_pp": 2}),
     ("qwen3_5_text", torch.bfloat16, {"prefill_pp": 3}, {"prefill_pp": 2, "prefill_tp": 2}),
     ("kimi_linear", torch.bfloat16, {}, {"worker": {}, "worker_pp": 2}),
+    ("deepseek_v3", torch.bfloat16, {"prefill_pp": 2} | DATA_RANKS, {}),
+    ("llama", torch.bfloat16, {}, DATA_RANKS),
+    ("qwen3_5_text", torch.bfloat16, {"prefill_tp": 2}, {"prefill_pp": 2} | DATA_RANKS),
     ("gemma3", torch.bfloat16, {"prefill_pp": 2}, {"prefill_pp": 3}),
 ]
 
@@ -195,3 +201,37 @@ async def test_a_frozen_disk_delays_requests_once(
             if request is FIRST:
                 assert completion.finish.usage.cached_tokens == 0
         thawed.set()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"prefill_tp": 2, "prefill": {"dp_attention": 2}},
+        {"prefill_pp": 2, "prefill_tp": 4, "prefill": {"dp_attention": 2}},
+        pytest.param({"worker": {"dp_attention": 2}, "worker_tp": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+async def test_every_data_rank_writes_and_reads(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several prompts at a time, so that all data ranks get some, which other ranks may read."""
+    model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    requests = tuple(question(f"{at}", ROOT[at : at + 200]) for at in range(0, 120, 20))
+    expected, moved, move = (
+        answers_of(model, requests),
+        set[tuple[int, bool]](),
+        StageGroup.move_blocks,
+    )
+
+    async def noted(self: StageGroup, own: StageBlocks, data_rank: int, blocks: BlockMove) -> int:
+        moved.add((data_rank, blocks.load))
+        return await move(self, own, data_rank, blocks)
+
+    monkeypatch.setattr(StageGroup, "move_blocks", noted)
+    for known in (0, 192):
+        async with cluster_in_process(model, disk_cache=tmp_path, **layout, **SETTINGS) as client:
+            completions = await asyncio.gather(*(ask(client, request) for request in requests))
+        assert [shown(each) for each in completions] == expected
+        assert [each.finish.usage.disk_tokens for each in completions] == [known] * len(requests)
+    assert moved == {(data_rank, load) for data_rank in (0, 1) for load in (False, True)}

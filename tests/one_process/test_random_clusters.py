@@ -101,10 +101,11 @@ async def drawn_tiers(
     dice: random.Random, cluster: Drawn, folder: Path
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield settings of tiers other than the disk, with their server."""
-    if any("dp_attention" in part for part in cluster.layout.values() if isinstance(part, dict)):
-        yield {}
-        return
-    found = {"host_cache_mb": dice.choice((1, 64))} if dice.random() < 0.3 else {}
+    has_data_ranks = any(
+        "dp_attention" in part for part in cluster.layout.values() if isinstance(part, dict)
+    )
+    may_use_host = not has_data_ranks and dice.random() < 0.3
+    found = {"host_cache_mb": dice.choice((1, 64))} if may_use_host else {}
     if dice.random() < 0.3:
         with running_server(folder) as server:
             yield found | server.settings
@@ -128,12 +129,7 @@ def _draw_limits(dice: random.Random, found: Drawn, page_size: int) -> None:
 def _drawn_pool(dice: random.Random, found: Drawn, role: str) -> dict[str, Any]:
     """Draw the data ranks of a pool, and what it computes at the same time."""
     stages, ranks = (found.layout[f"{role}_{way}"] for way in ("pp", "tp"))
-    has_data_ranks = (
-        ranks > 1
-        and "disk_cache" not in found.settings
-        and "other_prefill" not in found.layout
-        and dice.random() < 0.5
-    )
+    has_data_ranks = ranks > 1 and "other_prefill" not in found.layout and dice.random() < 0.5
     if has_data_ranks:
         return {"dp_attention": ranks}
     if ranks > 1 and "other_prefill" not in found.layout:

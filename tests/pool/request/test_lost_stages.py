@@ -66,7 +66,13 @@ class Pool:
         own: Any = self
         others: dict[str, Any] = dict.fromkeys(("reclaimer", "meters", "post", "switch", "ranks"))
         parts = RequestParts(
-            leader=own, plan=own, adapters=own, tiers=(own,), grammars=own, **others
+            leader=own,
+            plan=own,
+            adapters=own,
+            tiers=((own,),),
+            pullers=(own,),
+            grammars=own,
+            **others,
         )
 
         async def begin() -> RequestHandler:

@@ -67,7 +67,7 @@ class KnownBlocks:
     forgotten: list[tuple[bytes, Content]] = field(default_factory=list)
     num_bytes: int = 0
 
-    def num_known(self, asked: tuple[bytes, ...], *, with_state: bool) -> int:
+    async def find(self, asked: Sequence[bytes], *, with_state: bool) -> int:
         assert not with_state
         count = 0
         while count < len(asked) and asked[count] in self.known:
@@ -125,6 +125,7 @@ class Scene:
             self.known,  # type: ignore[arg-type]
             DirectLoop(),  # type: ignore[arg-type]
             self.stages.move,
+            self.known.find,
             TierMetrics.create(CollectorRegistry()),
         )
 
