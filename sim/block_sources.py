@@ -90,9 +90,7 @@ class SimulatedTier:
     def begin(self, copies: TierCopies) -> None:
         """Belong to a new process, whose `copies` then have what is there."""
         self._copies = copies
-        copies.found(
-            [name for name, has_state in self._blocks.items() if self._is_point(has_state)]
-        )
+        copies.found([name for name in self._blocks if self._is_point(name)])
 
     def store(self, stored: Stored) -> None:
         """Store what has entered the prefix cache. The first blocks are the last to go."""
@@ -114,7 +112,7 @@ class SimulatedTier:
         if the model has states.
         """
         count = next((at for at, name in enumerate(names) if name not in self._blocks), len(names))
-        while count and not self._is_point(self._blocks[names[count - 1]]):
+        while count and not self._is_point(names[count - 1]):
             count -= 1
         return count
 
@@ -133,8 +131,9 @@ class SimulatedTier:
     ) -> AsyncGenerator["_TierRead", None]:
         yield _TierRead(self, self.num_known(names[num_cached:]))
 
-    def _is_point(self, has_state: bool) -> bool:  # noqa: FBT001 - the value of a block
-        return has_state or self._copies.content is Content.PAGE
+    def _is_point(self, name: bytes) -> bool:
+        """Return whether prompts can resume after a block that is there."""
+        return self._blocks[name] or self._copies.content is Content.PAGE
 
     def _put(self, name: bytes, *, has_state: bool) -> None:
         self._blocks[name] = has_state or self._blocks.get(name, False)
