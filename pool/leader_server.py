@@ -29,7 +29,10 @@ from pool.serving import (
     watch_agent,
 )
 from pool.stage.metrics import LeaderMeters, LoadBoard
+from pool.tiers.block_store import Tier
 from pool.tiers.block_tier import BlockTier
+from pool.tiers.copies import ReportedCopies, WrittenBlocks
+from pool.tiers.stage_blocks import StageBlocks
 from pool.watch import WorkerService, current_info, worker_info, worker_load
 from protos import (
     adapters_pb2_grpc,
@@ -185,11 +188,23 @@ class LeaderServer:
                     else partial(find_blocks, own),
                     metrics,
                     data_rank,
+                    self._written(tier, own, data_rank),
                 )
                 for tier, own in self._process.stage.tiers.blocks.items()
             ]
             for data_rank, cache in enumerate(self._caches)
         ]
+
+    def _written(self, tier: Tier, own: StageBlocks, data_rank: int) -> WrittenBlocks | None:
+        """Return what is known of host memory that data ranks have each for themselves.
+
+        What the leader's own has is reported by itself.
+        """
+        if tier is not Tier.HOST or self._process.config.dp_attention == 1:
+            return None
+        reported = self._process.stage.tiers.copies if data_rank else ReportedCopies()
+        most = own.store.max_bytes // max(own.bytes_per_block, 1)
+        return WrittenBlocks(most, reported.of_tier())
 
     def _observer(self) -> LoopObserver:
         return LoopObserver(
@@ -213,7 +228,7 @@ class LeaderServer:
             self._role.journal,
             lambda: leader.loop.submit(self._role.ranks.flush),
             self._switch,
-            process.stage.tiers.copies if any(self._tiers) else None,
+            process.stage.tiers.copies.journal if any(self._tiers) else None,
         )
 
     def _add_services(self) -> None:

@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from engine.core.layer_range import LayerRange, TensorRank
 from engine.core.request import Request
 from engine.memory.leases import Lease
 from pool.prefix.block_reads import BlockRead, BlockReads
@@ -22,7 +21,7 @@ from pool.prefix.cache import PrefixCache, Stored
 from pool.prefix.journal import PointJournal
 from pool.pulls.puller import LEAST_WAIT_S, OFFER_S
 from pool.request.handler import PULLED, Brought
-from pool.tiers.block_store import Content, ObjectKey, StagePart, Tier
+from pool.tiers.block_store import Content, Tier
 from pool.tiers.copies import ReportedCopies, TierCopies
 from runtime.errors import UnavailableError
 from runtime.observe.metrics.caches import TierMetrics
@@ -33,7 +32,6 @@ from sim.network import Server
 T = TypeVar("T")
 
 _LENDER, _PULLS = "loans", "pulls"
-_PART = StagePart(LayerRange(0, 1), TensorRank())
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class SimulatedTier:
             self._put(name, has_state=False)
         while len(self._blocks) > self._costs.num_pages:
             oldest, _ = self._blocks.popitem(last=False)
-            self._copies.removed(ObjectKey(oldest, self._copies.content, _PART))
+            self._copies.removed(oldest, self._copies.content)
 
     @property
     def num_pages(self) -> int:
@@ -139,7 +137,7 @@ class SimulatedTier:
         self._blocks[name] = has_state or self._blocks.get(name, False)
         self._blocks.move_to_end(name)
         content = Content.STATE if has_state else Content.PAGE
-        self._copies.stored(ObjectKey(name, content, _PART))
+        self._copies.stored(name, content)
 
 
 @dataclass(frozen=True)

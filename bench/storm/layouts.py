@@ -93,13 +93,12 @@ def random_layout(seed: int, draft: Path | None, *, may_limit_clients: bool = Tr
     if all_exchange and dice.random() < 0.5:
         flags = (*flags, "--overlap-tokens", "32")
     policy = dice.choice(("prefix_cache", "round_robin", "least_load", "power_of_two"))
-    has_data_ranks = any(name.endswith("dp_attention") for name in pools)
     has_disk = dice.random() < 0.4
     limits = LIMITS if may_limit_clients and dice.random() < 0.5 else ""
     weights = dice.choice(("model", "model", "int8", "int4"))
     router_flags = _random_router_flags(dice, has_clients=limits != "")
     has_server = dice.random() < 0.4
-    if not has_data_ranks and dice.random() < 0.3:
+    if dice.random() < 0.3:
         flags = (*flags, "--host-cache-mb", dice.choice(("1", "64")))
     return StormLayout(
         pools,

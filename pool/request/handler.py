@@ -230,11 +230,14 @@ class RequestParts:
             yield 0
             return
         num_tokens, loop = len(request.prompt_token_ids), self.leader.loop
+        page_size = self.plan.geometry.page_size
 
         def choose() -> int:
-            data_rank = self.ranks.preferred(
-                request, blocks, [puller.num_expected for puller in pullers]
-            )
+            expected = [
+                puller.num_expected - page_size * sum(tier.num_more(blocks) for tier in tiers)
+                for puller, tiers in zip(pullers, self.tiers, strict=True)
+            ]
+            data_rank = self.ranks.preferred(request, blocks, expected)
             pullers[data_rank].num_expected += num_tokens
             return data_rank
 

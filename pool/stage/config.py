@@ -375,11 +375,6 @@ class WorkerConfig(TlsConfig):
             raise ConfigError(
                 "cache_server and cache_server_key need each other", field="cache_server_key"
             )
-        if self.host_cache_mb and self.dp_attention > 1:
-            raise ConfigError(
-                f"--dp-attention {self.dp_attention}: a pool with host_cache_mb needs 1",
-                field="host_cache_mb",
-            )
 
     @property
     def placement(self) -> Placement:

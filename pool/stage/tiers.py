@@ -10,7 +10,6 @@ from engine.core.numerics import HOST
 from engine.memory.pools import StagePools
 from engine.memory.records import DeviceRecords, HostRecords, RecordMemory
 from engine.memory.staging import CudaCopies
-from pool.prefix.journal import PointJournal
 from pool.stage.config import WorkerConfig
 from pool.tiers.block_store import BlockStore, Tier
 from pool.tiers.copies import ReportedCopies
@@ -28,11 +27,11 @@ class StageTiers:
 
     Attributes:
         blocks: each of them, in the order in which they are asked.
-        copies: the journal of what those have that belong to the worker.
+        copies: what those have that belong to the worker.
     """
 
     blocks: Mapping[Tier, StageBlocks] = field(default_factory=dict)
-    copies: PointJournal = field(default_factory=PointJournal)
+    copies: ReportedCopies = field(default_factory=ReportedCopies)
 
 
 def open_tiers(config: WorkerConfig, pools: StagePools, device: torch.device) -> StageTiers:
@@ -59,7 +58,7 @@ def open_tiers(config: WorkerConfig, pools: StagePools, device: torch.device) ->
         key = read_key(config.cache_server_key)
         server = _server(config.cache_server, key, config.cache_server_expire_s)
         opened[Tier.SERVER] = StageBlocks(server, _records(pools, device), key=key)
-    return StageTiers(opened, copies.journal)
+    return StageTiers(opened, copies)
 
 
 def read_key(path: Path) -> bytes:

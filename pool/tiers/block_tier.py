@@ -23,6 +23,7 @@ from pool.prefix.block_reads import BlockRead, BlockReads
 from pool.prefix.cache import PrefixCache
 from pool.tiers.block_store import Content, Tier
 from pool.tiers.block_writes import BlockWrites
+from pool.tiers.copies import WrittenBlocks
 from pool.tiers.stage_blocks import BlockMove, StageBlocks
 from runtime.errors import BatonError
 from runtime.observe.metrics.caches import TierMetrics
@@ -49,16 +50,16 @@ class _TierBlocks:
 
     async def fill(self, read: BlockRead) -> int:
         tier, wanted = self.tier, read.missing
-        num_read = await tier.move(
-            BlockMove(
-                tier.tier,
-                load=True,
-                names=wanted,
-                page_ids=tuple(read.pages.page_ids[read.num_found :]),
-                slot_id=read.slot_id,
-                state_of=b"" if read.slot is None else read.names[-1],
-            )
+        move = BlockMove(
+            tier.tier,
+            load=True,
+            names=wanted,
+            page_ids=tuple(read.pages.page_ids[read.num_found :]),
+            slot_id=read.slot_id,
+            state_of=b"" if read.slot is None else read.names[-1],
         )
+        num_read = await tier.move(move)
+        tier.moved(move, num_read)
         if num_read < len(wanted) and not tier.data_rank:
             # Of a model with states, nothing is resumed from where the state is missing.
             lacked = (
@@ -81,6 +82,7 @@ class BlockTier:
         move: has all stages move blocks; returns how many of the first ones all of them had.
         find: returns how many of these blocks could be read, with a state after them if that is
             asked for.
+        written: what is known of the tier if other data ranks have one each.
     """
 
     tier: Tier
@@ -91,6 +93,7 @@ class BlockTier:
     find: FindBlocks
     metrics: TierMetrics
     data_rank: int = 0
+    written: WrittenBlocks | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _refreshed: set[bytes] = field(default_factory=set)  # last blocks of prompts, for a while
 
@@ -136,6 +139,14 @@ class BlockTier:
             logger.warning("the %s did not answer within %g s", self.tier.owner, READ_LIMIT_S)
             return 0
 
+    def num_more(self, names: Sequence[bytes]) -> int:
+        """Return how many of these blocks only this data rank's tier may have; 0 if any rank reads
+        it. For the engine thread.
+        """
+        if self.written is None:
+            return 0
+        return max(0, self.written.num_known(names) - self.cache.num_resumable(names))
+
     async def finish(self, timeout_s: float) -> None:
         """Wait until everything is written, but no longer than `timeout_s`."""
         with suppress(TimeoutError):
@@ -159,6 +170,15 @@ class BlockTier:
         self._refreshed.add(names[-1])
         self.own.writing.submit(self.own.use, names)
 
+    def moved(self, move: BlockMove, num_moved: int) -> None:
+        """Note which points of a move are in the tier now."""
+        if self.written is None:
+            return
+        if not self.cache.has_states:
+            self.written.add(move.names[:num_moved][::-1])
+        elif move.state_of and num_moved == len(move.names):
+            self.written.add((move.state_of,))
+
     def _start_write(self, move: BlockMove, leases: Sequence[Lease]) -> None:
         task = asyncio.create_task(self._write(move, leases))
         self._tasks.add(task)
@@ -169,6 +189,7 @@ class BlockTier:
             num_written = await self.move(move)
             self.metrics.blocks.labels(self.tier, "written").inc(num_written)
             self.metrics.num_bytes.labels(self.tier).set(self.own.store.num_bytes)
+            self.moved(move, num_written)
         except BatonError as error:
             logger.warning("blocks were not written to the %s: %s", self.tier.owner, error)
         except Exception:  # only a copy is missing

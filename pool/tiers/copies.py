@@ -1,11 +1,12 @@
 """The blocks of which a worker's own tiers have copies, as it reports them to routers."""
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from threading import Lock
 from zlib import crc32
 
 from pool.prefix.journal import PointJournal
-from pool.tiers.block_store import Content, ObjectKey
+from pool.tiers.block_store import Content
 
 MAX_POINTS = 16_384  # reported of a tier: of more, every second one, or fewer
 _ALL = 1 << 32  # more than any checksum
@@ -30,17 +31,17 @@ class TierCopies:
         """Return the content of the objects that make their blocks points."""
         return self._reported.content
 
-    def stored(self, key: ObjectKey) -> None:
+    def stored(self, block: bytes, content: Content) -> None:
         """Note that an object was stored."""
-        if key.content is self.content:
+        if content is self.content:
             with self._reported.lock:
-                self._add([key.block])
+                self._add([block])
 
-    def removed(self, key: ObjectKey) -> None:
+    def removed(self, block: bytes, content: Content) -> None:
         """Note that an object was removed."""
-        if key.content is self.content:
+        if content is self.content:
             with self._reported.lock:
-                self._drop([key.block])
+                self._drop([block])
 
     def found(self, blocks: Collection[bytes]) -> None:
         """Note all blocks that are there with the content of a point."""
@@ -82,3 +83,31 @@ class ReportedCopies:
     def of_tier(self) -> TierCopies:
         """Return the copies of one more tier."""
         return TierCopies(self)
+
+
+class WrittenBlocks:
+    """The blocks that a tier was given last: what the leader knows of a tier of other processes.
+
+    As many as fit into the tier are known. Belongs to the event loop's thread, except for
+    `num_known`.
+    """
+
+    def __init__(self, most: int, copies: TierCopies) -> None:
+        """Begin without blocks; `copies` has the same."""
+        self._most = most
+        self._copies = copies
+        self._points = OrderedDict[bytes, None]()  # the latest used last
+
+    def add(self, points: Collection[bytes]) -> None:
+        """Note that blocks, with the content of points, were written or read."""
+        for point in points:
+            self._points[point] = None
+            self._points.move_to_end(point)
+            self._copies.stored(point, self._copies.content)
+        while len(self._points) > self._most:
+            oldest, _ = self._points.popitem(last=False)
+            self._copies.removed(oldest, self._copies.content)
+
+    def num_known(self, names: Sequence[bytes]) -> int:
+        """Return the number of these blocks up to the last point among them. Any thread."""
+        return next((at for at in range(len(names), 0, -1) if names[at - 1] in self._points), 0)

@@ -98,7 +98,7 @@ class CacheFolder:
         except OSError as error:
             self._refused(error)
             return False
-        self._copies.stored(key)
+        self._copies.stored(key.block, key.content)
         self._written(sum(map(len, pieces)))
         return True
 
@@ -116,12 +116,12 @@ class CacheFolder:
             try:
                 os.utime(self.path_of(key))
             except OSError:  # it is not there, or another process has removed it
-                self._copies.removed(key)
+                self._copies.removed(key.block, key.content)
             else:
-                self._copies.stored(key)  # which another process may have done
+                self._copies.stored(key.block, key.content)  # which another process may have done
 
     def remove(self, key: ObjectKey) -> None:
-        self._copies.removed(key)
+        self._copies.removed(key.block, key.content)
         try:
             os.unlink(self.path_of(key))
         except FileNotFoundError:

@@ -54,7 +54,7 @@ class MemoryStore:
             self._objects[key] = content
             self._parts.setdefault((key.block, key.content), set()).add(key.part)
             self.num_bytes += size
-            self._copies.stored(key)
+            self._copies.stored(key.block, key.content)
         return True
 
     def prefetch(self, key: ObjectKey) -> None:
@@ -95,7 +95,7 @@ class MemoryStore:
         parts.remove(key.part)
         if not parts:
             del self._parts[key.block, key.content]
-        self._copies.removed(key)
+        self._copies.removed(key.block, key.content)
 
 
 # Both let other threads run meanwhile, unlike `bytes.join` and assignments to slices.

@@ -226,3 +226,25 @@ async def test_a_server_that_fails_costs_only_its_copies(
             await asyncio.sleep(1)  # it is asked again
             await client.flush_caches()
             assert shown(await ask(client, FIRST)) == expected[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+async def test_a_prompt_goes_to_the_data_rank_whose_host_memory_has_it(
+    family: str, tmp_path: Path
+) -> None:
+    """The prompts are asked one after the other while both ranks are idle: by load alone each would
+    miss its copy half of the time. Each rank has pages for one prompt and a bit."""
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    prompts = tuple(question(f"{at}", ROOT[at : at + 200]) for at in range(0, 90, 10))
+    expected = answers_of(model, prompts)
+    prefill = {"dp_attention": 2, "num_pages": 24, "host_cache_mb": 64}
+    async with cluster_in_process(
+        model, prefill_pp=2, prefill_tp=2, prefill=prefill, **SETTINGS
+    ) as client:
+        for kept in (0, KEPT, KEPT):
+            completions = [await ask(client, prompt) for prompt in prompts]
+            assert [shown(completion) for completion in completions] == expected
+            usages = [completion.finish.usage for completion in completions]
+            assert {usage.cached_tokens for usage in usages} == {kept}
+            num_read = sum(usage.host_tokens > 0 for usage in usages)
+            assert num_read >= len(prompts) - 2 if kept else num_read == 0

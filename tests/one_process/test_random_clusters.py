@@ -97,15 +97,9 @@ def drawn(dice: random.Random, folder: Path) -> Drawn:
 
 
 @asynccontextmanager
-async def drawn_tiers(
-    dice: random.Random, cluster: Drawn, folder: Path
-) -> AsyncIterator[dict[str, Any]]:
+async def drawn_tiers(dice: random.Random, folder: Path) -> AsyncIterator[dict[str, Any]]:
     """Yield settings of tiers other than the disk, with their server."""
-    has_data_ranks = any(
-        "dp_attention" in part for part in cluster.layout.values() if isinstance(part, dict)
-    )
-    may_use_host = not has_data_ranks and dice.random() < 0.3
-    found = {"host_cache_mb": dice.choice((1, 64))} if may_use_host else {}
+    found = {"host_cache_mb": dice.choice((1, 64))} if dice.random() < 0.3 else {}
     if dice.random() < 0.3:
         with running_server(folder) as server:
             yield found | server.settings
@@ -211,7 +205,7 @@ async def test_any_cluster_gives_the_bits_of_one_process(
     prompts = first_prompts(dice)
     adapters = dice.choices(cluster.adapters, k=NUM_CONVERSATIONS)
     async with (
-        drawn_tiers(random.Random(-seed - 1), cluster, tmp_path) as tiers,
+        drawn_tiers(random.Random(-seed - 1), tmp_path) as tiers,
         cluster_in_process(model, **cluster.layout, **cluster.settings, **tiers) as client,
     ):
         for turn in range(NUM_TURNS):

@@ -9,7 +9,7 @@ from engine.core.layer_range import LayerRange, TensorRank
 from pool.prefix.journal import PointWatcher
 from pool.tiers import copies
 from pool.tiers.block_store import BlockStore, Content, ObjectKey, StagePart
-from pool.tiers.copies import ReportedCopies
+from pool.tiers.copies import ReportedCopies, WrittenBlocks
 from pool.tiers.folder import CacheFolder
 from pool.tiers.memory_store import MemoryStore
 from runtime.digests import NAME_BYTES, split_names
@@ -102,10 +102,10 @@ def test_a_block_in_two_tiers_is_reported_until_both_have_lost_it() -> None:
     host, disk = reported.of_tier(), reported.of_tier()
     with reported.journal.watch() as watcher:
         for tier in (host, disk):
-            tier.stored(key(1))
-        host.removed(key(1))
+            tier.stored(name(1), Content.PAGE)
+        host.removed(name(1), Content.PAGE)
         assert router.read(watcher) == {1}
-        disk.removed(key(1))
+        disk.removed(name(1), Content.PAGE)
         assert router.read(watcher) == set()
 
 
@@ -115,18 +115,34 @@ def test_of_many_copies_a_sample_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     tier = reported.of_tier()
     with reported.journal.watch() as watcher:
         for number in range(64):
-            tier.stored(key(number))
+            tier.stored(name(number), Content.PAGE)
         assert router.read(watcher) == set(range(64)), "all that there is room for"
         for number in range(64, 1000):
-            tier.stored(key(number))
+            tier.stored(name(number), Content.PAGE)
         sample = router.read(watcher)
         assert 16 < len(sample) <= 64
         assert min(sample) < 250, "of any age"
         assert max(sample) > 750
         for number in range(1000):
-            tier.removed(key(number))
+            tier.removed(name(number), Content.PAGE)
         assert router.read(watcher) == set()
         tier.found([name(number) for number in range(500)])
         assert 16 < len(router.read(watcher)) <= 64
         tier.found([name(number) for number in range(60)])
         assert router.read(watcher) == set(range(60)), "all again"
+
+
+def test_written_blocks_are_those_that_fit() -> None:
+    reported, router = ReportedCopies(), Router()
+    with reported.journal.watch() as watcher:
+        written = WrittenBlocks(3, reported.of_tier())
+        names = [name(number) for number in range(10)]
+        assert written.num_known(names) == 0
+        written.add([name(2), name(1)])
+        assert written.num_known(names) == 3
+        written.add([name(7)])
+        assert written.num_known(names) == 8
+        written.add([name(2)])
+        written.add([name(5)])
+        assert router.read(watcher) == {2, 5, 7}, "the one that was not used for longest is gone"
+        assert written.num_known(names[:5]) == 3
