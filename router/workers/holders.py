@@ -22,7 +22,7 @@ class HeldBlocks:
     """The tokens of a prompt that prefill workers have or could get, by address.
 
     Attributes:
-        owned: in memory, or in a tier of the worker.
+        owned: in memory, or in a tier of the worker unless that is slower than to pull them.
         worth: that it need not compute. One that is read or pulled counts as cached, less the share
             of its computing time that this takes.
         ranked: the workers with enough of the prompt to pull it.
@@ -42,8 +42,10 @@ def read_from_tiers(cached: Cached, copied: Cached, sources: Iterable[Worker]) -
     for source in sources:
         in_memory, count = cached.get(source.address, 0), copied.get(source.address, 0)
         if count > in_memory:
-            owned[source.address] = count
-            worth[source.address] = in_memory + _saved(count - in_memory, source.load.copy_cost)
+            load = source.load
+            if (load.copy_cost or UNSEEN_COST) <= (load.pull_cost or UNSEEN_COST):
+                owned[source.address] = count
+            worth[source.address] = in_memory + _saved(count - in_memory, load.copy_cost)
     return HeldBlocks(owned, worth)
 
 
@@ -80,7 +82,8 @@ class BlockHolders:
             own = held.owned.get(source.address, 0)
             if (found := self._best(ranked, source, own)) is not None:
                 more = _saved(found[0] - own, source.load.pull_cost)
-                worth[source.address] = worth.get(source.address, 0) + more
+                without = worth.get(source.address, 0)
+                worth[source.address] = max(without, min(without, own) + more)
         return HeldBlocks(held.owned, worth, ranked)
 
     def best(self, held: HeldBlocks, source: Worker) -> Worker | None:

@@ -134,13 +134,17 @@ def test_what_could_be_pulled_counts_as_cached_less_its_cost(cost: float, counte
     assert held.owned == {"busy": 1000}
 
 
-@pytest.mark.parametrize(("cost", "counted"), [(0.25, 775), (0.0, 550), (3.0, 100)])
-def test_what_a_tier_has_counts_as_cached_less_its_cost(cost: float, counted: int) -> None:
+@pytest.mark.parametrize(
+    ("cost", "counted", "owned"), [(0.25, 775, 1000), (0.0, 550, 1000), (3.0, 100, 100)]
+)
+def test_what_a_tier_has_counts_as_cached_less_its_cost(
+    cost: float, counted: int, owned: int
+) -> None:
     source = worker("source", load=WorkerLoad(copy_cost=cost))
     cached, copied = {"source": 100, "other": 300}, {"source": 1000, "other": 200, "gone": 500}
     held = read_from_tiers(cached, copied, [source, worker("other")])
     assert held.worth == {"source": counted, "other": 300}
-    assert held.owned == {"source": 1000, "other": 300}
+    assert held.owned == {"source": owned, "other": 300}, "unless pulling is faster"
     assert cached == {"source": 100, "other": 300}
 
 
@@ -148,10 +152,24 @@ def test_what_a_tier_has_is_not_pulled() -> None:
     others = {WorkerRole.DECODE: {worker("d"): 1000}}
     assert best(others, num_copied=950) is None
     assert best(others, num_copied=900) == "d"
-    source = worker("source", load=WorkerLoad(copy_cost=0.5, pull_cost=0.25))
+    source = worker("source", load=WorkerLoad(copy_cost=0.25, pull_cost=0.5))
     _, held = held_among(others, 100, [source], {"source": 600})
-    assert held.worth == {"source": 300 + 300}
+    assert held.worth == {"source": 450 + 200}
     assert held.owned == {"source": 600}
+
+
+@pytest.mark.parametrize(
+    ("in_pool", "worth", "named"),
+    [(1000, 750, "d"), (600, 450, "d"), (400, 300, "d"), (90, 300, None)],
+)
+def test_what_a_slow_tier_has_is_pulled(in_pool: int, worth: int, named: str | None) -> None:
+    """The worker asks the holder first, and the tier for the rest."""
+    others = {WorkerRole.DECODE: {worker("d"): in_pool}}
+    source = worker("source", load=WorkerLoad(copy_cost=0.5, pull_cost=0.25))
+    holders, held = held_among(others, 100, [source], {"source": 600})
+    assert held.worth == {"source": worth}
+    holder = holders.best(held, source)
+    assert (None if holder is None else holder.address) == named
 
 
 def test_nothing_is_weighed_without_a_holder() -> None:
