@@ -240,14 +240,10 @@ class StageGroup:
             UnavailableError: a process is missing, or was lost.
             DeadlineError: a process does not answer.
         """
-        asked = pb.FindBlocks(tier=tier, names=names, with_state=with_state)
 
         def ask(link: StageLink, number: int) -> None:
-            link.send(
-                find_blocks=pb.FindBlocks(
-                    number=number, tier=asked.tier, names=asked.names, with_state=asked.with_state
-                )
-            )
+            question = pb.FindBlocks(number=number, tier=tier, names=names, with_state=with_state)
+            link.send(find_blocks=question)
 
         return await self._least(
             data_rank, lambda: find_blocks(own, names, with_state=with_state), ask, FIND_TIMEOUT_S
