@@ -237,8 +237,7 @@ class StageGroup:
         With `with_state` the state after the last of them is there, too.
 
         Raises:
-            UnavailableError: a process is missing, or was lost.
-            DeadlineError: a process does not answer.
+            UnavailableError: a process is missing, was lost, or does not answer.
         """
 
         def ask(link: StageLink, number: int) -> None:
