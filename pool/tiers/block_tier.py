@@ -67,7 +67,8 @@ class _TierBlocks:
                 if read.slot is None
                 else (wanted[-1], Content.STATE)
             )
-            tier.own.reading.submit(tier.own.forget, *lacked)
+            # Before the same object is written again, which is skipped if it is there.
+            tier.own.writing.submit(tier.own.forget, *lacked)
         return num_read
 
 

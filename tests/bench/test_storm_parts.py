@@ -85,8 +85,11 @@ def test_a_fault_that_no_process_can_have_does_not_happen() -> None:
     }
 
 
+TIERS = {"--disk-cache", "--host-cache-mb"}
+
+
 def test_random_layouts_are_clusters_that_can_start() -> None:
-    drafts, clients = set[str](), set[tuple[str, ...]]()
+    drafts, clients, tiers = set[str](), set[tuple[str, ...]](), set[str]()
     for seed in range(300):
         layout = random_layout(seed, Path("draft"))
         assert layout == random_layout(seed, Path("draft"))
@@ -96,7 +99,8 @@ def test_random_layouts_are_clusters_that_can_start() -> None:
         flags = layout.flags_of_workers(Path("folder"))
         drafts |= {flags[place + 1] for place, flag in enumerate(flags) if flag == "--draft"}
         if any(shape.num_data_ranks > 1 for shape in config.shapes):
-            assert "--disk-cache" not in flags
+            tiers |= TIERS & set(flags)
+    assert tiers == TIERS, "of pools with data ranks"
     assert drafts == {"draft", "suffix"}
     assert clients == {(), ("often", "seldom", "free")}
 

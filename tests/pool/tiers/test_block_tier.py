@@ -58,9 +58,19 @@ class DirectExecutor(Executor):
         return done
 
 
+class BusyExecutor(Executor):
+    """Does not come to any work."""
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        return Future[T]()
+
+
 @dataclass
 class KnownBlocks:
-    """The disk of a stage, which knows some blocks."""
+    """The disk of a stage, which knows some blocks.
+
+    What is to precede a write is no work for the thread that reads, which may be busy.
+    """
 
     known: set[bytes]
     used: list[bytes] = field(default_factory=list)
@@ -82,7 +92,9 @@ class KnownBlocks:
     def writing(self) -> "DirectExecutor":
         return DirectExecutor()
 
-    reading = writing
+    @property
+    def reading(self) -> "BusyExecutor":
+        return BusyExecutor()
 
     async def run(self, executor: Executor, call: Callable[[], T]) -> T:
         return call()
