@@ -6,7 +6,7 @@ reads one block after the other, and is written at once. A pull goes over the ne
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from pool.prefix.block_reads import BlockRead, BlockReads
 from pool.prefix.cache import PrefixCache, Stored
 from pool.prefix.journal import PointJournal
 from pool.pulls.puller import LEAST_WAIT_S, OFFER_S
-from pool.request.handler import PULLED, Brought
+from pool.request.handler import PULLED, Brought, bring_from
 from pool.tiers.block_store import Content, Tier
 from pool.tiers.copies import ReportedCopies, TierCopies
 from runtime.errors import UnavailableError
@@ -270,28 +270,20 @@ class BlockSources:
     async def bring(self, request: Request, blocks: tuple[bytes, ...], holder: str) -> Brought:
         """Bring into the cache what the tiers and the holder have of a prompt."""
         names = self.cache.names_to_resume(blocks, request)
-        num_held = self.cache.num_resumable(blocks)
-        reached = dict[str, int]()
-        if names and Tier.HOST in self.tiers:
-            reached[Tier.HOST] = await self._read(Tier.HOST, names)
-        if names and holder in self.lenders:
-            reached[PULLED] = await self._pull(names, self.lenders[holder])
-        if names and Tier.DISK in self.tiers:
-            reached[Tier.DISK] = await self._read(Tier.DISK, names)
-        page_size = self.costs.model.page_size
-        return Brought(
-            page_size * num_held, {name: page_size * end for name, end in reached.items()}
-        )
-
-    async def _read(self, kind: Tier, names: tuple[bytes, ...]) -> int:
-        return await self._tier_reads[kind].bring(names, self.tiers[kind])
+        places: dict[str, Callable[[], Awaitable[int]]] = {}
+        if names:
+            for kind, tier in self.tiers.items():
+                places[kind] = partial(self._tier_reads[kind].bring, names, tier)
+            if holder in self.lenders:
+                places[PULLED] = partial(self._pull, names, self.lenders[holder])
+        return await bring_from(places, self.cache, blocks, self.costs.model.page_size)
 
     async def _pull(self, names: tuple[bytes, ...], holder: LendingWorker) -> int:
         num_missing = len(names) - self.cache.num_resumable(names)
+        wait_s = max(LEAST_WAIT_S, self._pulls.computing_s(num_missing))
+        source = _LendingPool(holder, self.interface, self.costs, self.arrived)
         try:
-            async with asyncio.timeout(max(LEAST_WAIT_S, self._pulls.computing_s(num_missing))):
-                return await self._pulls.bring(
-                    names, _LendingPool(holder, self.interface, self.costs, self.arrived)
-                )
+            async with asyncio.timeout(wait_s):
+                return await self._pulls.bring(names, source, wait_s=wait_s)
         except TimeoutError:
             return 0

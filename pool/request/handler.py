@@ -19,6 +19,7 @@ from engine.core.request import Request
 from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.prefix.cache import PrefixCache
 from pool.pulls.puller import Puller
 from pool.request.adapters import PoolAdapters
 from pool.request.conversion import check_grammar, request_from_proto
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 EventT = TypeVar("EventT")
 
 PULLED = "pulled"  # from another worker
+# Nothing is nearer than the own host, and no tier beyond it is nearer than a worker.
+NEAREST = (Tier.HOST, PULLED, Tier.DISK, Tier.SERVER)
 PACE_S = 0.006  # seconds between two polls for events that can wait
 # Seconds after which the engine thread yields its core; more often the kernel does so itself.
 LET_IN_S = 0.004
@@ -144,6 +147,26 @@ class Brought:
         return counts
 
 
+async def bring_from(
+    places: Mapping[str, Callable[[], Awaitable[int]]],
+    cache: PrefixCache,
+    blocks: Sequence[bytes],
+    page_size: int,
+    data_rank: int = 0,
+) -> Brought:
+    """Have places bring the blocks of a prompt into a cache, the nearest first.
+
+    Each returns up to which of the blocks it has brought them, 0 if it has brought none.
+    """
+    num_held = cache.num_resumable(blocks)
+    reached = {name: await places[name]() for name in NEAREST if name in places}
+    return Brought(
+        page_size * num_held,
+        {name: page_size * end for name, end in reached.items()},
+        data_rank if any(reached.values()) else None,
+    )
+
+
 class RankChoice(Protocol):
     """The `pool.request.entry.DataRanks` of either role."""
 
@@ -201,24 +224,17 @@ class RequestParts:
         if not may_pull and not any(self.tiers):
             return Brought()
         async with self._data_rank_for(request, blocks) as data_rank:
-            places = {
-                str(tier.tier): partial(tier.bring, request, blocks)
-                for tier in self.tiers[data_rank]
+            places: dict[str, Callable[[], Awaitable[int]]] = {
+                tier.tier: partial(tier.bring, request, blocks) for tier in self.tiers[data_rank]
             }
+            puller = self.pullers[data_rank]
             if may_pull:
-                # Nothing is nearer than the own host, and no tier beyond it is nearer than a worker.
-                pull = {PULLED: partial(self.pullers[data_rank].bring, request, blocks, holder)}
-                nearest = {name: places.pop(name) for name in (Tier.HOST,) if name in places}
-                places = nearest | pull | places
-            num_held = self.pullers[data_rank].cache.num_resumable(blocks)
-            reached = {name: await bring() for name, bring in places.items()}
+                places[PULLED] = partial(puller.bring, request, blocks, holder)
+            brought = await bring_from(
+                places, puller.cache, blocks, self.plan.geometry.page_size, data_rank
+            )
         self.check(request)
-        page_size = self.plan.geometry.page_size
-        return Brought(
-            page_size * num_held,
-            {name: page_size * end for name, end in reached.items()},
-            data_rank if any(reached.values()) else None,
-        )
+        return brought
 
     @asynccontextmanager
     async def _data_rank_for(

@@ -231,6 +231,11 @@ async def test_a_server_that_fails_costs_only_its_copies(
             assert shown(await ask(client, FIRST)) == expected[0]
 
 
+async def until_written(written: list[int], count: int) -> None:
+    """Wait until so many blocks were written, the sum of all writes."""
+    await eventually(lambda: sum(written) >= count, "a copy")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 async def test_a_prompt_goes_to_the_data_rank_whose_host_memory_has_it(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -260,8 +265,5 @@ async def test_a_prompt_goes_to_the_data_rank_whose_host_memory_has_it(
                 assert usage.cached_tokens == kept
                 num_read += usage.host_tokens > 0
                 if not kept:  # else the next prompt may evict what is not written yet
-                    await eventually(
-                        lambda: sum(written) >= (number + 1) * KEPT // PAGE,  # noqa: B023
-                        "a copy",
-                    )
+                    await until_written(written, (number + 1) * KEPT // PAGE)
             assert num_read >= len(prompts) - 2 if kept else num_read == 0

@@ -17,6 +17,7 @@ from decode import worker
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
 from pool.pulls.puller import Puller
+from protos import types_pb2
 from tests.support.cluster.leaders import flush
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
@@ -134,9 +135,11 @@ async def test_every_data_rank_takes_what_others_have(
     """Several prompts at a time, so that all data ranks get some."""
     pulling, bring = set[int](), Puller.bring
 
-    async def noted(self: Puller, *given: Any) -> int:  # noqa: ANN401 - passed on
+    async def noted(
+        self: Puller, request: Request, names: tuple[bytes, ...], holder: types_pb2.BlockHolder
+    ) -> int:
         pulling.add(self.data_rank)
-        return await bring(self, *given)
+        return await bring(self, request, names, holder)
 
     monkeypatch.setattr(Puller, "bring", noted)
     model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
