@@ -28,7 +28,8 @@ from transfer.ucx.transport import UcxTransport
 PAGE = 16
 NUM_TRANSFERS = 2_000
 FROZEN = 1_234
-MARGIN_S = 2.0  # for the prompt itself on a busy machine
+WAIT_S = 10.0  # for a frozen transfer; a busy machine may hold up the others for seconds
+MARGIN_S = 10.0  # for the prompt itself on such a machine
 
 
 def prompts() -> list[Request]:
@@ -71,6 +72,7 @@ async def test_one_frozen_transfer_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, slow_s = LossyLink(monkeypatch), list[float]()
+    monkeypatch.setattr(puller, "LEAST_WAIT_S", WAIT_S)
     monkeypatch.setattr(puller, "AVOID_S", 0.0)  # else the next ten seconds would be without pulls
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     questions = prompts()
@@ -80,7 +82,7 @@ async def test_one_frozen_transfer_delays_no_other(
         began_s = time.monotonic()
         answer = await client.complete(as_query(questions[number]), timeout_s=60)
         assert shown(answer) == right[number]
-        if (took_s := time.monotonic() - began_s) >= puller.LEAST_WAIT_S:
+        if (took_s := time.monotonic() - began_s) >= WAIT_S:
             slow_s.append(took_s)
 
     async with cluster_in_process(
@@ -90,4 +92,4 @@ async def test_one_frozen_transfer_delays_no_other(
             await asyncio.gather(*(ask(client, number) for number in range(len(questions))))
             await flush(tmp_path / "prefill-0.json")
     assert len(slow_s) == 1, "the frozen one"
-    assert slow_s[0] < puller.LEAST_WAIT_S + MARGIN_S
+    assert slow_s[0] < WAIT_S + MARGIN_S

@@ -5,11 +5,16 @@ import re
 
 import pytest
 
+from runtime.clock import SystemClock
 from tests.support.cluster import stuck
+from transfer.session import SendSession
 
 
 class RequestFlow:
     """A request like the router's. The report finds these by their name."""
+
+    def __init__(self) -> None:
+        self.sessions = {"it": SendSession("stuck", epoch=0, clock=SystemClock(), num_stages=1)}
 
     async def run(self) -> None:
         await self._search()
@@ -34,4 +39,5 @@ async def test_a_stuck_request_is_reported_once(
     assert output.count("a request takes longer") == 1
     assert re.search(r"RequestFlow\.run:\d+ > RequestFlow\._search:\d+ > Event\.wait", output)
     assert "threads:" in output
+    assert "SendSession(session_id='stuck'" in output
     assert 'stuck.py", line' in output  # this thread's stack

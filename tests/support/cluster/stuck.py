@@ -6,10 +6,10 @@ output, which is shown if the test fails.
 
 import asyncio
 import faulthandler
-import gc
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from types import CoroutineType, FrameType
 
 from decode.entry import DecodeEntry
@@ -22,6 +22,7 @@ LIMIT_S = 25.0  # of a request of a few tokens; clients' deadlines are later
 LOOK_S = 1.0
 MAX_CHARS = 2000  # of the representation of an object
 _REQUEST = RequestFlow.run.__qualname__
+_PACKAGES = {"decode", "engine", "pool", "prefill", "router", "tests", "transfer"}
 _SHOWN = (RequestMachine, PrefillEntry, DecodeEntry, SendSession, ReceiveSession)
 
 
@@ -43,13 +44,12 @@ async def report_stuck_requests() -> None:
 
 def report() -> str:
     """Return the state of requests, tasks and threads of this process."""
+    stacks = {task: list(_frames(task)) for task in asyncio.all_tasks()}
     lines = ["requests:"]
-    for each in gc.get_objects():
-        if type(each) in _SHOWN:  # isinstance would ask proxies of other libraries
-            lines.append(f"  {_shown(each)}")
+    lines += (f"  {_shown(each)}" for each in _held(stacks.values()))
     lines.append("tasks:")
-    for task in asyncio.all_tasks():
-        calls = [f"{frame.f_code.co_qualname}:{frame.f_lineno}" for frame in _frames(task)]
+    for task, stack in stacks.items():
+        calls = [f"{frame.f_code.co_qualname}:{frame.f_lineno}" for frame in stack]
         if calls:  # gRPC's own tasks have none
             lines.append(f"  {task.get_name()}: {' > '.join(calls)}")
     lines.append("threads:")
@@ -71,6 +71,40 @@ def _frames(task: asyncio.Task[object]) -> Iterator[FrameType]:
     while isinstance(awaited, CoroutineType) and awaited.cr_frame is not None:
         yield awaited.cr_frame
         awaited = awaited.cr_await
+
+
+def _held(stacks: Iterable[list[FrameType]]) -> Iterator[object]:
+    """Yield the states of requests that the suspended calls lead to.
+
+    `gc.get_objects` would find them, too, but it also takes hold of tuples that other threads have
+    not filled yet, which makes CPython fail there with a SystemError.
+    """
+    found = [each for stack in stacks for frame in stack for each in frame.f_locals.values()]
+    seen = dict[int, object]()
+    while found:
+        each = found.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if type(each) in _SHOWN:
+            yield each
+        else:
+            found += _parts(each)
+
+
+def _parts(each: object) -> list[object]:
+    """Return what an object of this product or a collection refers to."""
+    match each:
+        case dict():
+            return list(each.values())
+        case list() | tuple() | set() | deque():
+            return list(each)
+    if type(each).__module__.partition(".")[0] not in _PACKAGES:
+        return []
+    try:
+        return list(vars(each).values())
+    except TypeError:  # it has slots
+        return []
 
 
 def _shown(each: object) -> str:
