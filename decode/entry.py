@@ -21,6 +21,7 @@ from runtime.digests import names_draft
 from runtime.errors import BatonError
 
 DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
+MAX_REPLAYED = 64  # tokens of a request in a step; other requests wait meanwhile
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,9 @@ class DecodeLimits:
     steps until one of those ends.
 
     With `has_states` no request can resume without a state (GatedDeltaNet, sliding windows), and a
-    prefilled token may differ in its bits from a decoded one. With `steps_ahead` a step is prepared
-    while the previous one computes; only pools of one stage without speculation support it.
+    prefilled token may differ in its bits from a decoded one. A request then replays up to
+    `replay_tokens` of its output per step. With `steps_ahead` a step is prepared while the previous
+    one computes; only pools of one stage without speculation support it.
     """
 
     page_size: int
@@ -195,6 +197,7 @@ class DecodeLimits:
     proposers: tuple[Proposer, ...] = ("model",)
     adapts: bool = False  # whether it drafts less where drafts do not pay
     has_states: bool = False
+    replay_tokens: int = 1
     local_rest_tokens: int = 0  # most missing prompt tokens that are computed here
     steps_ahead: bool = False
 

@@ -8,8 +8,8 @@ Pages can run out while requests run. Then the least urgent, youngest request re
 and waits. It resumes before any new request is admitted, and it is replayed without sampling. With
 attention layers only, prompt and output are replayed in prefill chunks, because a token has the
 same bits whether it is prefilled or decoded. GatedDeltaNet layers lack this property, so there only
-the prompt is prefilled, and the output is computed one token at a time. Either way the stream
-continues with the same bits, and preemption never ends it with an error.
+the prompt is prefilled; the output takes the form of decoding, many tokens per step (`REPLAY`).
+Either way the stream continues with the same bits, and preemption never ends it with an error.
 
 A request that moves here from another pool joins with the tokens sampled there and is replayed in
 the same way. A request past its deadline fails before its next step or its replay. Belongs to the

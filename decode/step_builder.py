@@ -41,7 +41,8 @@ class StepBuilder:
     def next(self, ready: Sequence[DecodeEntry], stepping: Stepping) -> ForwardBatch | None:
         """Build a batch of the entries that are `ready`, or return None if none takes a step.
 
-        Known tokens go first, then the first trees of drafts that came with prompts, then steps.
+        Known tokens go first, then the first trees of drafts that came with prompts, then steps. A
+        pool that speculates replays before other steps.
         """
         reading = [entry for entry in ready if entry.computed < self.readable(entry)]
         if reading:
@@ -53,6 +54,10 @@ class StepBuilder:
         ]
         if beginning:
             return self.begin(beginning)
+        if self.limits.speculates and self.limits.replay_tokens > 1:
+            replaying = [entry for entry in ready if entry.num_tokens - entry.computed > 1]
+            if replaying and (chosen := stepping(replaying)):
+                return self.replay(chosen)
         chosen = stepping(ready)
         return self.decode(chosen) if chosen else None
 
@@ -75,7 +80,11 @@ class StepBuilder:
 
     def decode(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """Build one step of entries whose prompts are computed and whose next token has a page."""
-        rows = [self._decode_row(entry) for entry in entries]
+        if not self.limits.speculates:
+            rows = [self._next_row(entry, len(entries)) for entry in entries]
+            is_replay = any(len(row.token_ids) > 1 for row in rows)
+            return build_batch(ForwardMode.REPLAY if is_replay else ForwardMode.DECODE, rows)
+        rows = [self._drafting_row(entry) for entry in entries]
         # A batch without any tree is plain decoding. It writes tokens to their final place and
         # leaves nothing to commit.
         if any(len(row.token_ids) > 1 for row in rows):
@@ -83,6 +92,16 @@ class StepBuilder:
         for entry in entries:
             entry.draft.accepted = None
         return build_batch(ForwardMode.DECODE, rows)
+
+    def replay(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
+        """Build a batch of known output tokens on a pool that speculates.
+
+        It has no trees, whose nodes would keep their states elsewhere.
+        """
+        rows = [self._next_row(entry, len(entries)) for entry in entries]
+        for entry in entries:
+            entry.draft.accepted = None
+        return build_batch(ForwardMode.REPLAY, rows)
 
     def readable(self, entry: DecodeEntry) -> int:
         """Return how many of its first tokens may be prefilled in chunks.
@@ -98,7 +117,7 @@ class StepBuilder:
 
         The known tokens were not computed yet, or were lost by a preemption.
         """
-        rows = [self._decode_row(entry) for entry in beside]
+        rows = [self._next_row(entry, len(beside)) for entry in beside]
         budget = self.limits.chunk_tokens
         for entry in entries:
             total = self.readable(entry)
@@ -121,18 +140,20 @@ class StepBuilder:
             ],
         )
 
-    def _decode_row(self, entry: DecodeEntry) -> Row:
-        if not self.limits.speculates:
-            return self._known_row(
-                entry,
-                entry.computed + 1,
-                samples=entry.computed == entry.num_tokens + entry.num_due - 1,
-            )
-        return (
-            self._replayed_row(entry)
-            if entry.num_tokens - entry.computed > 1
-            else self._verified_row(entry)
-        )
+    def _next_row(self, entry: DecodeEntry, num_rows: int) -> Row:
+        """Return a row of the token that is due, or of known output tokens before it.
+
+        `num_rows` rows share the tokens of a step.
+        """
+        num_next = entry.num_tokens + entry.num_due - entry.computed
+        most = min(self.limits.replay_tokens, self.limits.chunk_tokens // num_rows)
+        count = 1 if num_next == 1 or most < 2 else self._room(entry, min(num_next, most))
+        return self._known_row(entry, entry.computed + count, samples=count == num_next)
+
+    def _drafting_row(self, entry: DecodeEntry) -> Row:
+        if entry.num_tokens - entry.computed > 1:
+            return self._replayed_row(entry)
+        return self._verified_row(entry)
 
     def _known_row(self, entry: DecodeEntry, end: int, *, samples: bool) -> Row:
         """Return a row for the known tokens up to `end`, or for the token that is due."""
@@ -151,9 +172,8 @@ class StepBuilder:
 
     def _replayed_row(self, entry: DecodeEntry) -> Row:
         """Return a row that replays known output tokens as a chain."""
-        count = self._room(
-            entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1)
-        )
+        most = 1 if entry.scratch is None else self.limits.num_draft_tokens + 1
+        count = self._room(entry, min(entry.num_tokens - entry.computed - 1, most))
         end = entry.computed + count
         row = _row(entry, entry.tokens(entry.computed, end), samples=False)
         spec = entry.draft.replay(
@@ -174,7 +194,8 @@ class StepBuilder:
         """
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
         num_drafted = self._proposers.propose(entry)
-        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
+        has_tree = entry.scratch is not None and bool(entry.draft.tree)
+        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if has_tree else 0
         tree, spec = entry.draft.verify(
             entry.computed,
             max_nodes=max_nodes,
@@ -191,7 +212,6 @@ class StepBuilder:
         Takes free pages if needed, but none from other requests.
         """
         assert entry.pages is not None
-        wanted = 1 if entry.scratch is None else wanted
         missing = (
             pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
         )

@@ -6,12 +6,13 @@ from functools import partial
 from types import MappingProxyType
 
 from decode.adaptive import AdaptiveDraft
-from decode.entry import DecodeEntryEvent, DecodeLimits, Finished
+from decode.entry import MAX_REPLAYED, DecodeEntryEvent, DecodeLimits, Finished
 from decode.handler import DecodeParts
 from decode.local_prompts import PromptReader
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, VerifiedStep
+from engine.core.numerics import HOST
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
@@ -104,6 +105,8 @@ def decode_limits(config: WorkerConfig, plan: StagePlan) -> DecodeLimits:
         proposers=() if plan.speculation is None else plan.speculation.proposers,
         adapts=config.spec_adaptive,
         has_states=has_states,
+        # Layers that see a window keep a page of tokens beyond it.
+        replay_tokens=min(MAX_REPLAYED, config.page_size) if config.device == HOST.type else 1,
         local_rest_tokens=0 if has_states else config.local_rest_tokens,
         steps_ahead=config.overlap_steps,
     )

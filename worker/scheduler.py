@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from decode.entry import DecodeEmitter
+from decode.entry import DECODING, DecodeEmitter
 from decode.local_prompts import ComputedPrompt
 from decode.request_memory import Reservation
 from decode.scheduler import DecodeScheduler
@@ -254,7 +254,8 @@ class AggregatedScheduler:
         seconds = now_s - max(launched_s, self._collected_s)
         self._collected_s = now_s
         if scheduler is self.decode:
-            self.budget.stepped(seconds)
+            if batch.mode in DECODING:
+                self.budget.stepped(seconds)
         elif self.decode.is_stepping:
             self.budget.computed(batch.num_tokens, seconds)
         scheduler.on_result(batch, result)

@@ -40,7 +40,7 @@ def check_mode(batch: ForwardBatch) -> None:
                 raise InternalError(
                     f"prefill row {row} starts at {context_len}, not on a multiple of {CHUNK}"
                 )
-    elif batch.num_tokens:
+    elif batch.num_tokens and batch.mode is not ForwardMode.REPLAY:
         raise InternalError(f"recurrent layers cannot run a {batch.mode} batch")
 
 

@@ -32,8 +32,8 @@ class RecurrentBackend(Protocol):
 
     The backend reads and writes the pools by layer id and `batch.slot_ids`. A row whose
     `context_lens` is 0 starts from zero state, whatever its slot holds. PREFILL uses the chunked
-    form on the 64-token grid of absolute positions; DECODE uses the one-step form. VERIFY keeps one
-    state per node and commits later.
+    form on the 64-token grid of absolute positions; DECODE and REPLAY use the one-step form. VERIFY
+    keeps one state per node and commits later.
     """
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:

@@ -24,6 +24,7 @@ class ForwardMode(StrEnum):
 
     PREFILL = "prefill"  # prompt tokens, causal; any number per row
     DECODE = "decode"  # one token per row
+    REPLAY = "replay"  # known output tokens, any number per row, with the bits of decoding them
     VERIFY = "verify"  # a draft tree per row
     DRAFT = "draft"  # the draft model's own steps
     IDLE = "idle"  # no tokens; keeps collectives and pipelines in step

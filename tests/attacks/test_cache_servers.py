@@ -153,6 +153,7 @@ async def test_a_server_changes_no_answer_and_holds_nothing_up(
     monkeypatch.setattr(block_tier, "READ_LIMIT_S", 1.0)
     monkeypatch.setattr(stage_blocks, "LIMIT_S", 1.0)
     monkeypatch.setattr(cache_server, "SILENT_S", 0.5)
+    monkeypatch.setattr(cache_server, "AVOID_S", 1.0)  # a busy machine may be silent for once, too
     model = make_checkpoint(tmp_path, "llama", dtype=torch.float32)
     (expected,) = on_the_wire(Reference(model).answers([QUESTION]))
     key = tmp_path / "key"
@@ -161,12 +162,13 @@ async def test_a_server_changes_no_answer_and_holds_nothing_up(
     async with listening(server) as url, asyncio.timeout(ENDS_S):
         settings = {"cache_server": url, "cache_server_key": key, "page_size": PAGE}
         async with cluster_in_process(model, **settings, chunk_tokens=64) as client:  # type: ignore[arg-type]
-            for _ in range(3):
+            num_asked = 0
+            while num_asked < 3 or not server.num_lies:
+                num_asked += 1
                 completion = await client.complete(as_query(QUESTION), timeout_s=60)
                 assert shown(completion) == expected
                 await asyncio.sleep(0.2)
                 await client.flush_caches()
-    assert server.num_lies
 
 
 async def test_over_tls_both_ends_need_certificates_of_the_authority(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def make(
     max_running: int = 4,
     num_slots: int = 0,
     grid: int = 1,
+    replay_tokens: int = 1,
 ) -> DecodeScheduler:
     return DecodeScheduler(
         pages=PageAllocator(num_pages),
@@ -63,6 +64,7 @@ def make(
             chunk_tokens=8,
             growth_tokens=page_size,
             has_states=grid > 1,
+            replay_tokens=replay_tokens,
         ),
         clock=ManualClock(),
     )
@@ -247,6 +249,42 @@ def test_out_of_pages_sets_the_youngest_back_and_replays_it_exactly() -> None:
     ]  # of prompt and output, by chunks of 8
     assert [batch.sampling for batch in replayed] == [(None,)] * 2, "a replay draws nothing"
     scheduler.on_idle()
+
+
+def test_output_before_a_move_is_replayed_many_tokens_at_a_time() -> None:
+    """With states it must not be prefilled. A stream goes on beside it."""
+    scheduler = make(grid=64, num_slots=4, replay_tokens=4)
+    _, stream = joined(scheduler, request(prompt=3, max_tokens=5))
+    moved = Client()
+    known = [105 + position for position in range(1, 11)]
+    key = scheduler.reserve(request(max_tokens=14), moved.events.append, replayed=known).key
+    scheduler.join(key, 105)
+    batches = run(scheduler, 30)
+    of_moved = [
+        (batch.mode, batch.query_lens[-1], batch.context_lens[-1], batch.sampling[-1] is not None)
+        for batch in batches
+        if batch.request_keys[-1] == key
+    ]
+    assert of_moved[:4] == [
+        (ForwardMode.REPLAY, 4, 5, False),
+        (ForwardMode.REPLAY, 4, 9, False),
+        (ForwardMode.REPLAY, 3, 13, True),
+        (ForwardMode.DECODE, 1, 16, True),
+    ]
+    assert all(batch.query_lens[0] == 1 for batch in batches)
+    assert stream.tokens == [104, 105, 106, 107]
+    assert moved.tokens == [116, 117, 118]
+
+
+def test_replays_of_many_requests_share_the_tokens_of_a_step() -> None:
+    scheduler = make(grid=64, num_slots=4, replay_tokens=4, num_pages=40)
+    for _ in range(3):
+        replayed = [105 + position for position in range(1, 9)]
+        key = scheduler.reserve(request(max_tokens=12), lambda event: None, replayed=replayed).key
+        scheduler.join(key, 105)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert batch.query_lens == (2, 2, 2)  # of `chunk_tokens`, 8
 
 
 def test_priority_decides_which_request_is_preempted() -> None:

@@ -4,8 +4,9 @@ Compiled code serves the dtypes that have kernels, plain torch the others.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from engine.backends.gated_delta import chunked, decays_of, normalize_heads, rec
 from engine.backends.recurrent_batch import Taps, check_mode, delta_inputs, pool_of, recurrent_rows
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
+from engine.core.rows import longs
 from engine.kernels.delta_rule import CHUNK
 from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.recurrent.causal_conv import causal_conv
@@ -47,7 +49,7 @@ class _RowLayout:
 class RecurrentPlan:
     """The states that a batch's tokens read and write.
 
-    `steps` is set if each token is a row.
+    `steps` is set if the delta rule runs in the one-step form.
     """
 
     rows: RecurrentRows
@@ -128,8 +130,17 @@ class CpuRecurrent:
             steps = None
             if batch.mode is ForwardMode.DECODE:
                 steps = StateSteps(parents=torch.full_like(rows.slots, -1), targets=rows.slots)
+            elif batch.mode is ForwardMode.REPLAY:
+                steps = _steps_in_slots(rows, batch.query_lens)
             self._planned = batch, RecurrentPlan(rows, steps)
         return self._planned[1]
+
+
+def _steps_in_slots(rows: RecurrentRows, query_lens: Sequence[int]) -> StateSteps:
+    """Return the steps of rows whose tokens leave their states, one after the other, in the slot."""
+    parents = torch.arange(-1, sum(query_lens) - 1)
+    parents[rows.starts[:-1]] = -1
+    return StateSteps(parents, torch.repeat_interleave(rows.slots, longs(query_lens)))
 
 
 def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) -> Tensor:
@@ -164,6 +175,13 @@ def _plain_delta_rule(
     state = _load(pool, batch)
     if batch.mode is ForwardMode.DECODE:
         out, state = recurrent_step(q, k, v, g, beta, state)
+    elif batch.mode is ForwardMode.REPLAY:
+        out = torch.empty_like(v)
+        starts = [0, *accumulate(batch.query_lens)]
+        for offset in range(max(batch.query_lens)):
+            rows = [row for row, length in enumerate(batch.query_lens) if length > offset]
+            at = [starts[row] + offset for row in rows]
+            out[at], state[rows] = recurrent_step(q[at], k[at], v[at], g[at], beta[at], state[rows])
     else:
         layout = _row_layout(batch, 1)
         q, k, v, g, beta = (_to_chunks(part, layout) for part in (q, k, v, g, beta[..., None]))

@@ -78,6 +78,8 @@ class DeviceRecurrent:
             return
         if batch.graph_bucket is not None:
             self._captured[batch.graph_bucket] = self._rows_of(batch)
+        elif batch.mode is ForwardMode.REPLAY:
+            raise InternalError("recurrent layers on a device replay one token at a time")
         elif batch.mode is ForwardMode.PREFILL:
             check_mode(batch)
             self._prepared = (

@@ -126,6 +126,46 @@ def test_any_cut_on_the_grid_in_any_company(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_replayed_tokens_have_the_bits_of_decoding_them(
+    dtype: torch.dtype, *, by_channel: bool
+) -> None:
+    """Rows of several tokens and of one, which leave their states in the slots."""
+    results = []
+    for is_replayed in (False, True):
+        recurrent, conv, state = backend(dtype=dtype)
+        rows = [
+            Tokens(80, seed=slot, slot=slot, by_channel=by_channel, dtype=dtype)
+            for slot in (5, 2, 6)
+        ]
+        feed(recurrent, ForwardMode.PREFILL, *((tokens, 64) for tokens in rows))
+        for counts in ((7, 1, 3), (1, 1, 1), (2, 9, 5)):
+            if is_replayed:
+                parts = zip(rows, counts, strict=True)
+                feed(recurrent, ForwardMode.REPLAY, *parts)
+                continue
+            for step in range(max(counts)):
+                parts = zip(rows, counts, strict=True)
+                feed(
+                    recurrent,
+                    ForwardMode.DECODE,
+                    *((tokens, 1) for tokens, count in parts if count > step),
+                )
+        out = [part for tokens in rows for part in (torch.cat(tokens.out), torch.cat(tokens.conv))]
+        results.append([*out, conv[[5, 2, 6]], state[[5, 2, 6]]])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_replay_may_start_a_request() -> None:
+    recurrent, _, _ = backend()
+    tokens = Tokens(3, seed=4, slot=1)
+    feed(recurrent, ForwardMode.REPLAY, (tokens, 3))
+    torch.testing.assert_close(
+        torch.cat(tokens.out).double(), delta_rule(tokens, 3)[0], rtol=1e-4, atol=2e-6
+    )
+
+
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("mode", [ForwardMode.PREFILL, ForwardMode.DECODE])
 def test_a_starting_row_ignores_earlier_contents_of_its_slot(

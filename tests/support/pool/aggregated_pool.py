@@ -139,6 +139,7 @@ def aggregated_pool(
                 max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
                 growth_tokens=page_size,
                 has_states=needs_slots,
+                replay_tokens=5,
                 num_draft_tokens=num_draft_tokens,
             ),
             clock=SystemClock(),

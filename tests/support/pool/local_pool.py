@@ -373,6 +373,7 @@ def local_pool(
     dp: int = 1,
     overlaps: Sequence[Overlap] = (),
     steps_ahead: bool = False,
+    replay_tokens: int = 5,
 ) -> Iterator[LocalPool]:
     """Run a pool that generates without a handoff: the reference of every topology."""
     facts = description.facts
@@ -389,6 +390,7 @@ def local_pool(
         max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
         growth_tokens=page_size,
         has_states=needs_slots,
+        replay_tokens=replay_tokens,
         steps_ahead=steps_ahead,
         num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
         proposers=() if speculation is None else speculation.proposers,
