@@ -13,7 +13,7 @@ import torch
 
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
-from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.clusters import RunningCluster, running_cluster, samples_of
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.models.checkpoints import make_checkpoint
@@ -86,13 +86,24 @@ async def test_a_holder_that_is_lost_costs_no_answer(
         await running.until_clean(timeout_s=60)
 
 
+async def num_slower(running: RunningCluster) -> float:
+    """Return how many blocks prefill workers have computed because that seemed faster than pulls."""
+    count = 0.0
+    for name in ("prefill-0", "prefill-1"):
+        port = await running.metrics_port(name)
+        samples = await asyncio.to_thread(samples_of, port, "baton_pull_blocks_total")
+        count += sum(value for labels, value in samples.items() if "slower" in labels)
+    return count
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["prefix_cache", "round_robin"])
 async def test_a_turn_computes_what_is_new_whichever_workers_serve_it(
     policy: str, tmp_path: Path
 ) -> None:
     """Eight turns of four conversations: each prompt is the one before it, its answer and some new
-    tokens. At most a page of what was there before is computed again."""
+    tokens. At most a page of what was there before is computed again, unless a busy machine makes
+    pulls so slow that computing is faster."""
     model = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     reference = Reference(model)
     new_tokens, answer_tokens = 24, 16
@@ -116,15 +127,17 @@ async def test_a_turn_computes_what_is_new_whichever_workers_serve_it(
                 )
                 for number, history in enumerate(histories)
             ]
+            before = await num_slower(running)
             answers = await ask(running, questions, "")
+            has_pulled = await num_slower(running) == before
             assert all_shown(answers) == on_the_wire(reference.answers(questions))
             for number, answer in enumerate(answers):
                 usage = answer.finish.usage
-                if turn:
+                if turn and has_pulled:
                     # Of the last token of an answer there is no entry.
                     num_new = new_tokens + 1 + PAGE
                     assert usage.prompt_tokens - usage.cached_tokens <= num_new
                 begin = 7 * turn + number
                 histories[number] += [*answer.token_ids, *ROOT[begin : begin + new_tokens]]
-            await asyncio.sleep(0.5)  # the router hears of it
+            await asyncio.sleep(1.0)  # the router hears of it
         await running.until_clean()
