@@ -116,6 +116,7 @@ async def test_a_turn_computes_what_is_new_whichever_workers_serve_it(
         router_flags=flags,
     ) as running:
         histories = [ROOT[number * 100 : number * 100 + 100] for number in range(4)]
+        num_checked = 0
         for turn in range(8):
             questions = [
                 Request(
@@ -137,7 +138,9 @@ async def test_a_turn_computes_what_is_new_whichever_workers_serve_it(
                     # Of the last token of an answer there is no entry.
                     num_new = new_tokens + 1 + PAGE
                     assert usage.prompt_tokens - usage.cached_tokens <= num_new
+                    num_checked += 1
                 begin = 7 * turn + number
                 histories[number] += [*answer.token_ids, *ROOT[begin : begin + new_tokens]]
             await asyncio.sleep(1.0)  # the router hears of it
+        assert num_checked
         await running.until_clean()
